@@ -1,0 +1,151 @@
+"""The command line. It imports nothing heavy before a command needs it."""
+
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from megatron_hacpo.config import RunConfig
+
+EPILOG = """
+[dim]To begin:[/dim]  hacpo launch examples/tiny/pair.yaml
+
+[dim]With other settings:[/dim]  hacpo launch CONFIG --set run.name=alone --set algorithm.name=gspo
+"""
+
+app = typer.Typer(
+    name="hacpo",
+    help="Train different language models side by side: each learns from everybody's rollouts (HACPO).",
+    epilog=EPILOG,
+    rich_markup_mode="rich",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override a key of the file; may be repeated."),
+]
+
+
+@app.command()
+def launch(
+    config: Config,
+    settings: Settings = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete an earlier run of this name.")
+    ] = False,
+    host: Annotated[str, typer.Option(help="Address on which the processes meet.")] = "127.0.0.1",
+) -> None:
+    """Run all agents on this machine, watch them, and stop all when one fails."""
+    run = _checked(config, settings)
+    from rich.console import Console
+
+    from megatron_hacpo.launch import local
+    from megatron_hacpo.launch.supervise import Interrupted, WorkerFailed
+
+    try:
+        local.launch(run, Console(), overwrite=overwrite, host=host)
+    except WorkerFailed as failure:
+        print("\n".join(local.describe_failure(failure)), file=sys.stderr)
+        raise typer.Exit(local.USER_ERROR if failure.code == local.USER_ERROR else 1) from None
+    except Interrupted as stop:
+        print(f"error: {stop}; all processes have ended", file=sys.stderr)
+        raise typer.Exit(128 + stop.signum) from None
+
+
+@app.command()
+def train(
+    config: Config,
+    agent: Annotated[str, typer.Option(metavar="NAME", help="The agent that this process belongs to.")],
+    settings: Settings = None,
+) -> None:
+    """Be one process of one agent; [bold]launch[/bold], torchrun or srun start it."""
+    run = _checked(config, settings)
+    _check_agent(run, agent)
+    from megatron_hacpo.train import train as train_agent
+
+    train_agent(run, agent)
+
+
+@app.command(name="eval")
+def evaluate(
+    config: Config,
+    agent: Annotated[str | None, typer.Option(metavar="NAME", help="Only this agent.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Another folder than the agent's own.")
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Measure agents on the held-out prompts, sampled and greedy."""
+    from megatron_hacpo.config import ConfigError, load
+
+    run = load(config, settings or [])
+    if agent is not None:
+        _check_agent(run, agent)
+    names = [agent] if agent is not None else run.names
+    if model is not None:
+        if len(names) > 1:
+            raise ConfigError(
+                [f"--model: {model}: which agent is it? add --agent, one of {', '.join(names)}"]
+            )
+        settings = [*(settings or []), f"agents.{names[0]}.model={model}"]
+    run = _checked(config, settings)
+    from megatron_hacpo.evaluate import main as evaluate_agents
+
+    evaluate_agents(run, names)
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The folder of a run.")],
+) -> None:
+    """Rebuild summary.json, curves.png and the final table of a run, finished or not."""
+    from rich.console import Console
+
+    from megatron_hacpo.config import ConfigError
+    from megatron_hacpo.report import draw_curves, table, write_summary
+
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(
+            [f"RUN_DIR: {run_dir}: no run there (no config.yaml); give a folder such as runs/NAME"]
+        )
+    Console().print(table(write_summary(run_dir)))
+    draw_curves(run_dir)
+
+
+def _checked(config: Path, settings: list[str] | None) -> "RunConfig":
+    """The configuration, looked over; warnings go to stderr."""
+    from megatron_hacpo.config import check, load
+
+    run = load(config, settings or [])
+    for warning in check(run):
+        print(f"warning: {warning}", file=sys.stderr)
+    return run
+
+
+def _check_agent(run: "RunConfig", agent: str) -> None:
+    from megatron_hacpo.config import ConfigError
+
+    if agent not in run.agents:
+        raise ConfigError([f"--agent: {agent}: no such agent; the agents are {', '.join(run.names)}"])
+
+
+def main() -> None:
+    """Entry point. A ValueError is a mistake of the user's: its lines, exit code 2, and a traceback only if
+    the environment has HACPO_TRACEBACK=1."""
+    try:
+        app()
+    except ValueError as error:
+        if os.environ.get("HACPO_TRACEBACK") == "1":
+            traceback.print_exc()
+        for line in str(error).splitlines() or [repr(error)]:
+            print(f"error: {line}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,42 @@
+"""What a run is: YAML in, one frozen `RunConfig` out, every mistake one line. Importable without torch."""
+
+from megatron_hacpo.config.check import check
+from megatron_hacpo.config.load import ConfigError, dump, load, resolve
+from megatron_hacpo.config.schema import (
+    AgentConfig,
+    AlgorithmConfig,
+    BatchConfig,
+    ChecksConfig,
+    DataConfig,
+    EvaluationConfig,
+    ExchangeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    ReportConfig,
+    RewardConfig,
+    RolloutConfig,
+    RunConfig,
+    RunSection,
+)
+
+__all__ = [
+    "AgentConfig",
+    "AlgorithmConfig",
+    "BatchConfig",
+    "ChecksConfig",
+    "ConfigError",
+    "DataConfig",
+    "EvaluationConfig",
+    "ExchangeConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "ReportConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "RunSection",
+    "check",
+    "dump",
+    "load",
+    "resolve",
+]

@@ -1,0 +1,189 @@
+"""What a schema cannot see: whether a run's parts fit each other and the files they name."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+
+from megatron_hacpo.config.check_model import model_problems
+from megatron_hacpo.config.errors import ConfigError, line
+from megatron_hacpo.config.schema import RunConfig
+
+RESERVED = re.compile(r"logs|step_\d+|config\.yaml|summary\.json|curves\.png", re.IGNORECASE)
+"""Names in a run's folder that no agent may have."""
+
+NARROW_TOKEN_CLIP = 0.05
+"""Single tokens' ratios leave a narrower window than this at once."""
+
+
+def check(config: RunConfig) -> list[str]:
+    """Look at everything that can be known before a process is started.
+
+    Returns warnings, one line each. Raises ConfigError with a line for every mistake.
+    """
+    errors = [
+        *_agent_name_problems(config),
+        *(problem for name, agent in config.agents.items() for problem in model_problems(name, agent)),
+        *_batch_problems(config),
+        *_optimizer_problems(config),
+        *_reward_problems(config),
+        *_data_problems(config),
+        *_report_problems(config),
+    ]
+    window = None
+    try:
+        window = _window_warning(config)
+    except ValueError as error:
+        errors.append(str(error))
+    if errors:
+        raise ConfigError(errors)
+    return [*([window] if window else []), *_warnings(config)]
+
+
+def _agent_name_problems(config: RunConfig) -> Iterator[str]:
+    seen: dict[str, str] = {}
+    for name in config.agents:
+        if RESERVED.fullmatch(name):
+            yield f"agents.{name}: the run's folder needs this name itself; rename the agent"
+        twin = seen.setdefault(name.lower(), name)
+        if twin != name:
+            yield f"agents.{name}: differs from agent {twin} in case alone; agents are folders, rename one"
+
+
+def _batch_problems(config: RunConfig) -> Iterator[str]:
+    batch = config.batch
+    if batch.prompts % batch.minibatch_prompts:
+        yield line(
+            "batch.minibatch_prompts",
+            batch.minibatch_prompts,
+            f"does not divide batch.prompts = {batch.prompts}; use a divisor of {batch.prompts}",
+        )
+    longest, name = max((agent.rollout.max_tokens, name) for name, agent in config.agents.items())
+    if batch.microbatch_tokens < longest:
+        yield line(
+            "batch.microbatch_tokens",
+            batch.microbatch_tokens,
+            f"less than one sequence of agent {name}, up to {longest} tokens (max_prompt_tokens + "
+            f"max_response_tokens); use at least {longest}",
+        )
+    for name in config.agents:
+        yield from _group_problems(config, name)
+
+
+def _group_problems(config: RunConfig, name: str) -> Iterator[str]:
+    """Of the responses that agent `name` trains on, per prompt and per mini-batch."""
+    responses = {other: agent.rollout.responses_per_prompt for other, agent in config.agents.items()}
+    counts = list(responses.values()) if config.algorithm.share else [responses[name]]
+    if sum(counts) < 2:
+        wrong = f"gives agent {name} a single response per prompt and so no advantage; use at least 2"
+        yield line("rollout.responses_per_prompt", responses[name], wrong)
+    data, prompts = config.agents[name].parallel.data, config.batch.minibatch_prompts
+    for count in sorted(set(counts)):
+        sequences = prompts * count
+        if sequences % data:
+            yield line(
+                ("agents", name, "parallel", "data"),
+                data,
+                f"does not divide a mini-batch's {sequences} sequences (batch.minibatch_prompts {prompts} x "
+                f"{count} responses); use a divisor of {sequences}",
+            )
+
+
+def _optimizer_problems(config: RunConfig) -> Iterator[str]:
+    sections = {"optimizer": config.optimizer}
+    for name, agent in config.agents.items():
+        if agent.optimizer != config.optimizer:
+            sections[f"agents.{name}.optimizer"] = agent.optimizer
+    for key, optimizer in sections.items():
+        if optimizer.schedule == "constant":
+            continue
+        if optimizer.min_lr > optimizer.lr:
+            yield line(f"{key}.min_lr", optimizer.min_lr, f"above lr = {optimizer.lr:g}; lower it")
+        if optimizer.warmup_steps >= config.run.steps:
+            wrong = f"leaves no step of run.steps = {config.run.steps} to the schedule; lower it"
+            yield line(f"{key}.warmup_steps", optimizer.warmup_steps, wrong)
+
+
+def _reward_problems(config: RunConfig) -> Iterator[str]:
+    from megatron_hacpo.reward.registry import get_verifier
+
+    try:
+        get_verifier(config.reward.verifier)
+    except ValueError as error:
+        yield str(error)
+    if config.reward.range[0] < 0 and config.algorithm.capability_metric == "mean":
+        yield line(
+            "algorithm.capability_metric",
+            "mean",
+            f"needs rewards from 0 up, reward.range is {list(config.reward.range)}; use positive_share",
+        )
+
+
+def _data_problems(config: RunConfig) -> Iterator[str]:
+    from megatron_hacpo.data.jsonl import read_jsonl
+    from megatron_hacpo.data.rule_task import LETTERS
+
+    data, evaluation = config.data, config.evaluation
+    if data.path is None:
+        if evaluation.path is not None:
+            yield line(
+                "evaluation.path",
+                evaluation.path,
+                f"data.task {data.task} has its own held-out prompts; cut it",
+            )
+        if evaluation.prompts % len(LETTERS):
+            wrong = f"not a multiple of the {len(LETTERS)} kinds of {data.task}; round it"
+            yield line("evaluation.prompts", evaluation.prompts, wrong)
+        return
+    for key, path, least in (
+        ("data.path", data.path, config.batch.prompts),
+        ("evaluation.path", evaluation.path, 1),
+    ):
+        if path is None:
+            continue
+        try:
+            count = len(read_jsonl(path, prompt_key=data.prompt_key, answer_key=data.answer_key))
+        except OSError as error:
+            yield line(key, path, f"cannot be read ({error.strerror}); give the path of a JSONL file")
+        except ValueError as error:
+            yield f"{key}: {error}; correct the file"
+        else:
+            if count < least:
+                yield line(
+                    key,
+                    path,
+                    f"holds {count} prompts, fewer than batch.prompts = {least}; lower batch.prompts",
+                )
+
+
+def _report_problems(config: RunConfig) -> Iterator[str]:
+    if config.report.wandb and importlib.util.find_spec("wandb") is None:
+        yield "report.wandb: true: wandb is not installed; install megatron-hacpo[wandb] or write false"
+
+
+def _window_warning(config: RunConfig) -> str | None:
+    """The HACPO clipping window: a warning where it is narrow, ValueError where it is closed."""
+    from megatron_hacpo.algorithm.minibatch import check_window
+
+    algorithm, batch = config.algorithm, config.batch
+    stepwise = algorithm.share and algorithm.cross_clip == "stepwise"
+    if not stepwise or batch.prompts % batch.minibatch_prompts:
+        return None
+    return check_window(
+        len(config.agents),
+        batch.prompts,
+        batch.minibatch_prompts,
+        algorithm.delta,
+        algorithm.delta_step,
+        algorithm.alternate_minibatches,
+    )
+
+
+def _warnings(config: RunConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.own_ratio == "token" and max(algorithm.clip_low, algorithm.clip_high) < NARROW_TOKEN_CLIP:
+        yield (
+            f"algorithm.clip_low, clip_high: {algorithm.clip_low:g}, {algorithm.clip_high:g}: "
+            "narrow for ratios per token; grpo's own are 0.2, 0.28"
+        )
+    if config.data.path is not None and config.evaluation.path is None and config.evaluation.prompts:
+        yield "evaluation.path: not set: accuracy is not measured; name a JSONL file of held-out prompts"

@@ -1,0 +1,346 @@
+"""The configuration's shape: one frozen model per section of the file, with the paper's numbers as defaults.
+
+Every method and ablation is configuration alone:
+
+    GRPO                algorithm.name: grpo
+    GSPO                algorithm.name: gspo
+    GSPO x n            algorithm.name: gspo; responses_per_prompt times n, minibatch_prompts over n
+    Naive sharing       algorithm.name: naive
+    HACPO               algorithm.name: hacpo
+    HACPO - Adv         algorithm.capability_baseline: false
+    HACPO - omega       algorithm.discrepancy_gradient: false
+    alpha = 0, 1, 2, 3  algorithm.alpha
+    no stepwise clip    algorithm.delta_step: 0
+    no clip             algorithm.cross_clip: none
+
+A method is a preset (`PRESETS`): it fills the fields of `algorithm` that the file leaves open. What the file
+or a `--set` writes always wins. Fields that a method does not use (gspo's `delta`) may stand there, without
+effect.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+"""A name that is also a folder: letters, digits, `_`, `-` and `.`, not starting with a dot or a dash."""
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+
+MAX_LOGPROB_GAP = {"float32": 1e-3, "bfloat16": 0.05}
+"""Default of `rollout.max_logprob_gap` by the agent's dtype."""
+
+PRESETS: dict[str, dict[str, object]] = {
+    "hacpo": {},
+    "gspo": {},
+    "grpo": {"own_ratio": "token", "clip_low": 0.2, "clip_high": 0.28},
+    "naive": {
+        "alpha": 0.0,
+        "capability_baseline": False,
+        "discrepancy_gradient": False,
+        "cross_clip": "surrogate",
+    },
+}
+"""What a method changes of `AlgorithmConfig`'s defaults, which are HACPO's."""
+
+
+class Section(BaseModel):
+    """Unknown keys, text for numbers and NaN are errors; nothing changes after loading."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class RunSection(Section):
+    """Which run this is. Everything it leaves stands in `dir`/`name`."""
+
+    name: Name
+    dir: str = "runs"
+    seed: CountOrZero = 1
+    steps: Count
+
+
+class ParallelConfig(Section):
+    """Sizes of one agent's parallel dimensions; their product is its number of processes."""
+
+    tensor: Count = 1
+    pipeline: Count = 1
+    data: Count = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+class OptimizerConfig(Section):
+    """AdamW with decoupled weight decay. Warm-up and schedule count RL steps, not updates."""
+
+    lr: Positive = 1e-6
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
+    eps: Positive = 1e-8
+    weight_decay: NonNegative = 0.01
+    clip_grad: NonNegative = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    warmup_steps: CountOrZero = 0
+    """Steps of linear rise to `lr`."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """From `lr` after the warm-up to `min_lr` at the last step."""
+    min_lr: NonNegative = 0.0
+
+
+class RolloutConfig(Section):
+    """How responses are drawn. Lengths are tokens of the agent's own tokenizer."""
+
+    engine: Literal["local"] = "local"
+    responses_per_prompt: Count = 8
+    """G."""
+    max_prompt_tokens: Count = 1024
+    max_response_tokens: Count = 4096
+    temperature: Positive = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: CountOrZero = 0
+    """0: no limit."""
+    max_logprob_gap: Positive | None = None
+    """Mean |engine - trainer| log-prob that stops the run when it lasts; null: by the agent's dtype."""
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest possible sequence."""
+        return self.max_prompt_tokens + self.max_response_tokens
+
+
+class AgentConfig(Section):
+    """One agent. `optimizer` and `rollout` may override single keys of the run's sections of that name."""
+
+    model: str
+    """A local Hugging Face folder."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    chat_template: str | None = None
+    """A Jinja file used instead of the tokenizer's own chat template."""
+    plain_template: str | None = None
+    """For base models: text in which `{prompt}` stands for the prompt."""
+    stop_token: str | None = None
+    """null: the tokenizer's eos_token."""
+    parallel: ParallelConfig = ParallelConfig()
+    optimizer: OptimizerConfig
+    rollout: RolloutConfig
+
+    @field_validator("plain_template")
+    @classmethod
+    def _has_place(cls, template: str | None) -> str | None:
+        if template is not None and template.count("{prompt}") != 1:
+            raise ValueError("needs {prompt} once; put it where the prompt goes")
+        return template
+
+    @model_validator(mode="after")
+    def _one_template(self) -> "AgentConfig":
+        if self.chat_template is not None and self.plain_template is not None:
+            raise ValueError("chat_template and plain_template are both set; keep one")
+        return self
+
+    @property
+    def max_logprob_gap(self) -> float:
+        """Bound on the mean |engine - trainer| log-prob, nats per token."""
+        gap = self.rollout.max_logprob_gap
+        return MAX_LOGPROB_GAP[self.dtype] if gap is None else gap
+
+
+class DataConfig(Section):
+    """Training prompts: a generated task or a JSONL file."""
+
+    task: Literal["rule_arithmetic"] | None = None
+    digits: Count = 5
+    """Digits of an operand of `rule_arithmetic`."""
+    path: str | None = None
+    prompt_key: str = "prompt"
+    """Field of the JSONL file: text, or a list of messages with role and content."""
+    answer_key: str = "answer"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "DataConfig":
+        if (self.task is None) == (self.path is None):
+            raise ValueError(
+                "exactly one of task and path is needed; write `task: rule_arithmetic` or `path: FILE`"
+            )
+        return self
+
+
+class RewardConfig(Section):
+    """How a response is scored."""
+
+    verifier: str = "exact"
+    """`exact`, or a function of your own as `package.module:function`."""
+    range: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 1.0)
+    """Smallest and largest score that the verifier gives."""
+    on_invalid: Literal["mask"] = "mask"
+    """A response without a valid score is left out of every mean and trains nobody."""
+
+    @field_validator("range")
+    @classmethod
+    def _ordered(cls, bounds: tuple[float, float]) -> tuple[float, float]:
+        if bounds[0] >= bounds[1]:
+            raise ValueError("does not rise; write it as [smallest, largest]")
+        return bounds
+
+
+class BatchConfig(Section):
+    """A step's prompts, and how they are cut."""
+
+    prompts: Count = 128
+    minibatch_prompts: Count = 64
+    """Prompts per optimizer update (P)."""
+    microbatch_tokens: Count = 8192
+    """Tokens of one forward pass."""
+
+    @property
+    def minibatches(self) -> int:
+        """Optimizer updates per source of responses in a step."""
+        return self.prompts // self.minibatch_prompts
+
+
+class AlgorithmConfig(Section):
+    """The objective; see the module's table for how each method is written."""
+
+    name: Literal["hacpo", "gspo", "grpo", "naive"] = "hacpo"
+    alpha: NonNegative = 1.0
+    """Exponent of the cross responses' weight (eq. 12-14). Without effect in `cross_clip: surrogate`."""
+    delta: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """The cross ratio's lower bound is 1 - delta + m * delta_step at the step's update m (eq. 12-14)."""
+    delta_step: NonNegative = 0.025
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
+    clip_high: NonNegative = 4e-4
+    """Own ratios are clipped to [1 - clip_low, 1 + clip_high]."""
+    capability_window: Count = 5
+    """K, in steps."""
+    capability_metric: Literal["mean", "positive_share"] = "mean"
+    """The mean reward, or the share of rewards above 0."""
+    capability_baseline: bool = True
+    """Capability-aware baseline (eq. 6, 7); false is the ablation - Adv."""
+    discrepancy_gradient: bool = True
+    """omega(j,k) as a factor of the cross responses' gradient; false is the ablation - omega."""
+    cross_clip: Literal["stepwise", "none", "surrogate"] = "stepwise"
+    """`none`: no bounds. `surrogate`: cross responses get the own objective, min() and clip included."""
+    own_ratio: Literal["sequence", "token"] = "sequence"
+    zero_equal_groups: bool = True
+    """Advantage 0 on a prompt whose rewards are all equal."""
+    baseline_guard: bool = True
+    """A baseline above 1 falls back to the learner's own mean; for rewards in [0, 1]."""
+    log_ratio_clamp: Positive | None = 10.0
+    kl_coef: NonNegative = 1e-3
+    """0: the reference model is not loaded."""
+    alternate_minibatches: bool = False
+    """Own and cross mini-batches take turns instead of own first."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset(cls, raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            return raw
+        name = raw.get("name", "hacpo")
+        return {**PRESETS.get(name, {}), **raw} if isinstance(name, str) else raw
+
+    @property
+    def share(self) -> bool:
+        """Whether agents train on each other's responses."""
+        return self.name in ("hacpo", "naive")
+
+
+class ExchangeConfig(Section):
+    """How trajectories travel between agents."""
+
+    ids: Literal["auto", "never"] = "auto"
+    """`auto`: agents of one tokenizer exchange the sampled ids; `never`: always text."""
+    over_long: Literal["drop", "truncate"] = "drop"
+    """A response that is longer than the learner's limit in the learner's tokens."""
+    keep_stop: bool = True
+    """False leaves the stop token out of every view, as the authors' code does."""
+    keep_steps: Count = 3
+    """Steps whose pool files stay on disk."""
+    timeout_minutes: Positive = 60.0
+    """Longest wait for the slowest agent."""
+
+
+class EvaluationConfig(Section):
+    """Accuracy on fixed held-out prompts, sampled (one response at the rollout's settings) and greedy."""
+
+    every: CountOrZero = 0
+    """Steps between evaluations; start and end are always evaluated."""
+    prompts: CountOrZero = 1024
+    """Held-out prompts of a task, or at most so many of `path`; 0 evaluates nothing."""
+    path: str | None = None
+    """For `data.path`: a JSONL file of held-out prompts; without one nothing is evaluated."""
+
+
+class ChecksConfig(Section):
+    """When a run stops by itself."""
+
+    max_nonfinite_updates: Count = 3
+    """Updates in a row with a non-finite loss or gradient norm; each is skipped."""
+    max_logprob_gap_steps: Count = 3
+    """Steps in a row above `rollout.max_logprob_gap`."""
+
+
+class ReportConfig(Section):
+    """What is written beside metrics.jsonl."""
+
+    rollout_samples: CountOrZero = 4
+    """Responses written to samples.jsonl per step."""
+    tensorboard: bool = True
+    wandb: bool = False
+
+
+class RunConfig(Section):
+    """A whole run: n agents that train each other. The order of `agents` numbers them."""
+
+    run: RunSection
+    agents: dict[Name, AgentConfig] = Field(min_length=1)
+    data: DataConfig
+    reward: RewardConfig = RewardConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    batch: BatchConfig = BatchConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    exchange: ExchangeConfig = ExchangeConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checks: ChecksConfig = ChecksConfig()
+    report: ReportConfig = ReportConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit(cls, raw: Any) -> Any:
+        """Complete each agent's `optimizer` and `rollout` from the run's sections."""
+        if not isinstance(raw, dict) or not isinstance(raw.get("agents"), dict):
+            return raw
+        agents = {name: _inherited(agent, raw) for name, agent in raw["agents"].items()}
+        return {**raw, "agents": agents}
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def names(self) -> list[str]:
+        """The agents' names in order; an agent's place is its number as learner k and source j."""
+        return list(self.agents)
+
+
+INHERITED = ("optimizer", "rollout")
+"""Sections of which an agent may override single keys."""
+
+
+def _inherited(agent: Any, raw: dict[str, Any]) -> Any:
+    if not isinstance(agent, dict):
+        return agent
+    completed = dict(agent)
+    for section in INHERITED:
+        shared, own = raw.get(section, {}), agent.get(section, {})
+        if isinstance(shared, dict) and isinstance(own, dict):
+            completed[section] = {**shared, **own}
+    return completed

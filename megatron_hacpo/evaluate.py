@@ -1,0 +1,90 @@
+"""Accuracy of an agent on held-out prompts."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from megatron_hacpo.bridge.tokenizer import AgentTokenizer
+from megatron_hacpo.config import AgentConfig, RunConfig
+from megatron_hacpo.data.prompts import Prompt
+from megatron_hacpo.inputs import load_tokenizers, open_prompts
+from megatron_hacpo.reward import Verifier, get_verifier, score
+from megatron_hacpo.rollout.base import Engine, Sampling
+from megatron_hacpo.rollout.local import LocalEngine
+
+EVALUATION_SEED = 777
+"""Fixed, so that evaluations differ by the weights alone."""
+
+
+def evaluate(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    *,
+    agent: AgentConfig,
+    tokenizer: AgentTokenizer,
+    verifier: Verifier,
+    reward_range: tuple[float, float],
+) -> dict[str, float]:
+    """Mean reward of one response per prompt: `sampled` (the rollout's settings) and `greedy`.
+
+    `sampled/GROUP` and `greedy/GROUP` break it down where prompts have groups. Responses without a valid
+    reward count as 0.
+    """
+    sampled = Sampling(
+        responses_per_prompt=1,
+        max_tokens=agent.rollout.max_response_tokens,
+        temperature=agent.rollout.temperature,
+        top_p=agent.rollout.top_p,
+        top_k=agent.rollout.top_k,
+        seed=EVALUATION_SEED,
+    )
+    ids = [tokenizer.render_prompt(p.messages) for p in prompts]
+    result: dict[str, float] = {}
+    for name, sampling in (("sampled", sampled), ("greedy", replace(sampled, temperature=0.0))):
+        responses = engine.generate(ids, sampling)
+        texts = [tokenizer.decode_response(r.token_ids)[0] for r in responses]
+        reasons = [r.finish_reason for r in responses]
+        rewards = np.nan_to_num(score(prompts, texts, reasons, verifier, reward_range=reward_range).rewards)
+        result[name] = float(rewards.mean())
+        by_group = defaultdict(list)
+        for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
+            by_group[prompt.group].append(reward)
+        if len(by_group) > 1:
+            result |= {f"{name}/{group}": float(np.mean(values)) for group, values in by_group.items()}
+    return result
+
+
+def main(config: RunConfig, names: Sequence[str]) -> None:
+    """Evaluate the agents `names` as they lie in their folders and print a table."""
+    tokenizers = load_tokenizers(config)
+    prompts = open_prompts(config, tokenizers).held_out()
+    if not prompts:
+        raise ValueError(
+            "evaluation: there are no held-out prompts; set evaluation.prompts or evaluation.path"
+        )
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = {}
+    for name in names:
+        agent, tokenizer = config.agents[name], tokenizers[name]
+        dtype = getattr(torch, agent.dtype)
+        engine = LocalEngine(agent.model, dtype=dtype, device=device, stop_ids=tokenizer.stop_ids)
+        results[name] = evaluate(
+            engine,
+            prompts,
+            agent=agent,
+            tokenizer=tokenizer,
+            verifier=get_verifier(config.reward.verifier),
+            reward_range=config.reward.range,
+        )
+    table = Table(title=f"{len(prompts)} held-out prompts", title_justify="left")
+    table.add_column("accuracy", style="bold")
+    for name in names:
+        table.add_column(f"{name}: {config.agents[name].model}", justify="right")
+    for metric in results[names[0]]:
+        table.add_row(metric, *(f"{results[name][metric]:.3f}" for name in names))
+    Console().print(table)

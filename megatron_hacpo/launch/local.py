@@ -1,0 +1,135 @@
+"""`hacpo launch`: all agents of a run on this machine, from a checked configuration to the final table."""
+
+import os
+import shutil
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from megatron_hacpo.config import ConfigError, RunConfig, dump
+from megatron_hacpo.launch.placement import Rank, placement
+from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
+from megatron_hacpo.launch.view import RunView
+from megatron_hacpo.report import draw_curves, table, write_summary
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+CONFIG = "config.yaml"
+
+USER_ERROR = 2
+"""Exit code of a process that met a mistake of the user's, told in its log in lines with `error: `."""
+
+LOG_LINES = 20
+"""How much of a failed process's log is shown."""
+
+
+def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host: str = "127.0.0.1") -> None:
+    """Run a checked configuration to its end; RUN_DIR/summary.json and curves.png stand there afterwards.
+
+    host: address on which this process serves the store where all processes meet.
+    Raises ConfigError when the run's folder is taken, WorkerFailed and Interrupted as `supervise` does.
+    """
+    started = time.monotonic()
+    prepare_run_dir(config, overwrite=overwrite)
+    console.print(
+        f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps; logs in {config.path}/logs",
+        highlight=False,
+    )
+    store = serve_store(host)
+    workers = [worker(rank, config.path, f"{host}:{store.port}") for rank in placement(config)]
+    with RunView(config.path, config.names, config.run.steps, console) as view:
+        supervise(workers, on_tick=view.tick)
+    summary = write_summary(config.path, wall_seconds=time.monotonic() - started)
+    draw_curves(config.path)
+    console.print(table(summary))
+    console.print(f"{summary['wall_seconds']:.0f} s; everything is in {config.path}", highlight=False)
+
+
+def prepare_run_dir(config: RunConfig, *, overwrite: bool) -> None:
+    """An empty run folder with the resolved configuration in it.
+
+    Raises ConfigError if the folder holds something already; with `overwrite` an earlier run is deleted, and
+    only what is not a run, or what this run reads from there, stays and is an error.
+    """
+    folder, name = config.path, config.run.name
+    try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            if not (folder / CONFIG).is_file():
+                raise ConfigError(
+                    [f"run.name: {name}: {folder} is there and is not a run; choose another name"]
+                )
+            if not overwrite:
+                raise ConfigError(
+                    [f"run.name: {name}: {folder} holds a run; choose another name or --overwrite"]
+                )
+            _refuse_to_delete_inputs(config)
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            [f"run.dir: {config.run.dir}: cannot make {folder} ({error.strerror}); choose another run.dir"]
+        ) from None
+
+
+def _refuse_to_delete_inputs(config: RunConfig) -> None:
+    inputs = {f"agents.{name}.model": agent.model for name, agent in config.agents.items()}
+    inputs |= {
+        f"agents.{name}.chat_template": agent.chat_template or "" for name, agent in config.agents.items()
+    }
+    inputs |= {"data.path": config.data.path or "", "evaluation.path": config.evaluation.path or ""}
+    for key, value in inputs.items():
+        if value and Path(value).resolve().is_relative_to(config.path.resolve()):
+            raise ConfigError(
+                [f"{key}: {value}: lies in the run that --overwrite would delete; change run.name"]
+            )
+
+
+def serve_store(host: str) -> "TCPStore":
+    """The store of the whole run, on a free port of `host` alone (TCPStore by itself binds every address)."""
+    from torch.distributed import TCPStore
+
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        store = TCPStore(
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()
+        )
+        listener.detach()
+    return store
+
+
+def worker(rank: Rank, run_dir: Path, store: str) -> Worker:
+    """The process that trains as `rank`; it reads the resolved configuration."""
+    defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HACPO_TRACEBACK": "1"}
+    environment = {key: os.environ.get(key, value) for key, value in defaults.items()}
+    return Worker(
+        name=rank.name,
+        command=[
+            sys.executable,
+            "-m",
+            "megatron_hacpo",
+            "train",
+            str(run_dir / CONFIG),
+            "--agent",
+            rank.agent,
+        ],
+        environment=environment | rank.environment(store),
+        log=run_dir / "logs" / f"{rank.name}.log",
+    )
+
+
+def describe_failure(failure: WorkerFailed) -> list[str]:
+    """The lines to show the user: which process, and what its log says last, or its `error: ` lines alone."""
+    lines = failure.worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    if failure.code == USER_ERROR and errors:
+        return [f"{line} (found by {failure.worker.name}; more in {failure.worker.log})" for line in errors]
+    return [
+        f"error: {failure}; the others were stopped; the end of {failure.worker.log}:",
+        *(f"  | {line}" for line in lines[-LOG_LINES:]),
+    ]

@@ -1,0 +1,155 @@
+"""What a step says about itself: the row of metrics.jsonl and a sample of its responses."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_hacpo.bridge.trajectory import Contribution
+from megatron_hacpo.learner.batch import StepBatch
+from megatron_hacpo.learner.loss import CROSS_TALLIES, KL, OWN_TALLIES
+from megatron_hacpo.learner.own import OwnRollouts
+from megatron_hacpo.learner.update import UpdateRecord
+from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.report.meter import Meter
+
+FIRST_UPDATE_DEVIATION = "ratio/own/first_update_max_abs_dev"
+GAP_MAX, GAP_MEAN = "logprob/engine_trainer_max_abs_diff", "logprob/engine_trainer_mean_abs_diff"
+
+
+class StepClock:
+    """Seconds of each phase of a step: `with clock("rollout"): ...`."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._phases: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
+
+    def metrics(self) -> dict[str, float]:
+        """`time/PHASE` of every phase and `time/step` since the clock was made."""
+        phases = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
+        return {**phases, "time/step": time.perf_counter() - self._start}
+
+
+def rollout_metrics(own: OwnRollouts) -> dict[str, float | None]:
+    """Rewards and lengths of the own responses."""
+    meter = Meter()
+    for name in ("reward/mean", "response/length_mean", "response/truncated_fraction"):
+        meter.add(name, 0.0, 0)
+    for response in own.responses:
+        if response.reward is not None:
+            meter.add("reward/mean", response.reward)
+        meter.add("response/length_mean", response.length)
+        meter.add("response/truncated_fraction", response.finish_reason == "length")
+    valid = sum(r.reward is not None for r in own.responses)
+    return {**meter.values(), "reward/count": valid, "reward/invalid": len(own.responses) - valid}
+
+
+def engine_gap(policy: Policy, own: OwnRollouts) -> dict[str, float | None]:
+    """|engine's - trainer's| log-prob of the sampled tokens, largest and mean, over all ranks."""
+    sums = torch.zeros(2, dtype=torch.float64, device=policy.world.device)
+    largest = torch.zeros(1, dtype=torch.float64, device=policy.world.device)
+    for block in own.blocks:
+        for rows, trainer in zip(policy.local_rows(block.plan), block.log_probs.tokens, strict=False):
+            if not rows:
+                continue
+            # Without its stop token (`exchange.keep_stop: false`) a view is shorter than what was sampled.
+            engine = np.concatenate(
+                [
+                    np.frombuffer(own.responses[block.rows[row]].log_probs, "<f4")[: int(block.counts[row])]
+                    for row in rows
+                ]
+            )
+            gap = (trainer.double() - torch.from_numpy(engine).to(trainer.device).double()).abs()
+            sums += torch.stack([gap.sum(), torch.full_like(gap.sum(), len(gap))])
+            largest = torch.maximum(largest, gap.max())
+    total, count = policy.world.from_last_stage(policy.world.sum_over_data(sums)).tolist()
+    largest = policy.world.from_last_stage(policy.world.max_over_data(largest))
+    return {GAP_MAX: float(largest), GAP_MEAN: total / count} if count else {GAP_MAX: None, GAP_MEAN: None}
+
+
+def update_metrics(records: Sequence[UpdateRecord]) -> dict[str, float | None]:
+    """Means over the step's updates; null for what no update computed (no cross edge, no signal)."""
+    meter = Meter()
+    for name in ("grad_norm", *OWN_TALLIES, *CROSS_TALLIES):
+        meter.add(name, 0.0, 0)
+    for record in records:
+        if not record.computed:
+            continue
+        if record.applied:
+            assert record.grad_norm is not None
+            meter.add("grad_norm", record.grad_norm)
+        for name, (total, count) in record.tallies.items():
+            meter.add(name, total, 1 if name.startswith("loss/") else count)
+    meter.maximum(FIRST_UPDATE_DEVIATION, _first_deviation(records))
+    counts = {
+        "updates/applied": sum(r.applied for r in records),
+        "updates/without_signal": sum(not r.computed for r in records),
+        "updates/nonfinite": sum(r.computed and not r.applied for r in records),
+    }
+    values = meter.values()
+    if values[KL] is None and any(r.computed for r in records):
+        values[KL] = 0.0
+    return {**values, **counts}
+
+
+def batch_metrics(batch: StepBatch, pool: Sequence[Contribution], learner: int) -> dict[str, float | None]:
+    """Capability, advantages and what the bridge left out."""
+    capability = {f"capability/{agent}": value for agent, value in batch.capability.items()}
+    dropped = {f"bridge/dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
+    return {
+        "capability": batch.capability[pool[learner].agent],
+        **capability,
+        "advantage/equal_groups": batch.advantages.equal_groups,
+        "advantage/baseline_fallbacks": batch.advantages.baseline_fallbacks,
+        "advantage/too_few_valid": batch.advantages.too_few_valid,
+        "bridge/dropped": float(sum(batch.dropped.values())),
+        **dropped,
+        "cross/without_signal_fraction": batch.skipped / batch.crossing if batch.crossing else None,
+    }
+
+
+def response_samples(
+    step: int,
+    prompts: Sequence[str],
+    pool: Sequence[Contribution],
+    batch: StepBatch,
+    records: Sequence[UpdateRecord],
+    count: int,
+) -> list[dict[str, Any]]:
+    """Up to `count` of the responses that the step trained on, another one of each mini-batch every step."""
+    rows = []
+    for minibatch, record in list(zip(batch.minibatches, records, strict=True))[:count]:
+        if record.ratios is None:
+            continue
+        place = step % len(minibatch.rows)
+        source = pool[minibatch.place.source]
+        trajectory = source.trajectories[minibatch.rows[place]]
+        rows.append(
+            {
+                "step": step,
+                "prompt": prompts[trajectory.prompt],
+                "text": trajectory.text,
+                "reward": trajectory.reward,
+                "source": source.agent,
+                "ratio": float(record.ratios[place]),
+                "advantage": float(minibatch.advantages[place]),
+            }
+        )
+    return rows
+
+
+def _first_deviation(records: Sequence[UpdateRecord]) -> float | None:
+    """max |s - 1| of the first update: own responses come first, and their weights are those that sampled."""
+    first = next((r for r in records if r.computed), None)
+    if first is None or first.ratios is None or OWN_TALLIES[2] not in first.tallies:
+        return None
+    return float((first.ratios - 1.0).abs().max())

@@ -1,0 +1,58 @@
+"""One optimizer update on one mini-batch, and what it says about itself, summed over ranks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megatron_hacpo.config import AlgorithmConfig
+from megatron_hacpo.learner.batch import LearnerMiniBatch
+from megatron_hacpo.learner.loss import MicroBatchOutput, minibatch_loss, tally_names
+from megatron_hacpo.megatron.policy import Policy
+
+
+@dataclass(frozen=True)
+class UpdateRecord:
+    """computed: False for a mini-batch without any signal, which is skipped but counts in m.
+    applied: False also when loss or gradient norm was not finite.
+    ratios: s of the mini-batch's sequences, float32 [n], None where not computed.
+    tallies: (sum, count) by metric name, over all ranks.
+    """
+
+    computed: bool
+    applied: bool
+    grad_norm: float | None
+    ratios: torch.Tensor | None
+    tallies: Mapping[str, tuple[float, float]]
+
+
+def update(policy: Policy, minibatch: LearnerMiniBatch, algorithm: AlgorithmConfig) -> UpdateRecord:
+    """Train on one mini-batch; every rank of the agent gets the same record."""
+    if not has_signal(minibatch, algorithm):
+        return UpdateRecord(computed=False, applied=False, grad_norm=None, ratios=None, tallies={})
+    sequences = minibatch.sequences
+    plan = minibatch.own.plan if minibatch.own is not None else policy.plan(sequences)
+    result = policy.update(sequences, plan, minibatch_loss(minibatch, algorithm))
+    names = tally_names(minibatch)
+    sums = torch.zeros(2 * len(names) + len(sequences), dtype=torch.float64, device=policy.world.device)
+    output: MicroBatchOutput
+    for output in result.outputs:
+        sums[: 2 * len(names)] += output.tallies.flatten()
+        sums[[2 * len(names) + row for row in output.rows]] = output.ratios.double()
+    sums = policy.world.from_last_stage(policy.world.sum_over_data(sums)).cpu()
+    tallies = sums[: 2 * len(names)].view(-1, 2).tolist()
+    return UpdateRecord(
+        computed=True,
+        applied=result.applied,
+        grad_norm=result.grad_norm,
+        ratios=sums[2 * len(names) :].float(),
+        tallies={name: (total, count) for name, (total, count) in zip(names, tallies, strict=True)},
+    )
+
+
+def has_signal(minibatch: LearnerMiniBatch, algorithm: AlgorithmConfig) -> bool:
+    """Whether the mini-batch's objective depends on the weights at all."""
+    if not minibatch.sequences:
+        return False
+    penalised = minibatch.own is not None and algorithm.kl_coef > 0.0
+    return penalised or bool((minibatch.advantages != 0.0).any())

@@ -1,0 +1,120 @@
+"""Megatron-core on machines without CUDA: the one place where the device difference lives.
+
+Megatron-core names CUDA literally (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
+"torch.cuda.FloatTensor"`). On a machine without a GPU, `install` gives every `megatron.core` module a `torch`
+whose CUDA is the CPU; everybody else keeps the real one. With a GPU it does nothing at all.
+
+The replaced names are private to Megatron, so only the versions that the tests ran are accepted on CPU.
+"""
+
+import importlib
+import sys
+import types
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+TESTED_VERSIONS = ("0.16.1",)
+
+_CPU = torch.device("cpu")
+_USED_MODULES = (
+    "dist_checkpointing",
+    "distributed",
+    "models.gpt.gpt_layer_specs",
+    "models.gpt.gpt_model",
+    "optimizer",
+    "parallel_state",
+    "pipeline_parallel",
+    "tensor_parallel.random",
+    "transformer.module",
+)
+
+
+def install() -> None:
+    """Import the megatron-core modules that the package uses and, without CUDA, point them at the CPU.
+
+    Raises ValueError when the installed megatron-core is not one that was tested on CPU. Idempotent.
+    """
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        installed = version("megatron-core")
+        if installed not in TESTED_VERSIONS:
+            raise ValueError(
+                f"megatron-core: {installed} was not tested without a GPU; "
+                f"install one of {', '.join(TESTED_VERSIONS)} or run on a machine with CUDA"
+            )
+        # Megatron's @jit_fuser is torch.compile, which needs a compiler at run time and gains nothing here.
+        torch._dynamo.config.disable = True
+    for name in _USED_MODULES:
+        importlib.import_module(f"megatron.core.{name}")
+    if on_cpu:
+        _patch_tensor()
+        _patch_rng()
+        proxy = _torch_on_cpu()
+        for name, module in list(sys.modules.items()):
+            if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
+                module.__dict__["torch"] = proxy
+
+
+class _Overlay(types.ModuleType):
+    """A module that answers with `overrides` first and with `real` for every other name."""
+
+    def __init__(self, real: types.ModuleType, overrides: dict[str, Any]) -> None:
+        super().__init__(real.__name__)
+        self.__dict__.update(overrides)
+        self.__dict__["_real"] = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_real"], name)
+
+
+def _torch_on_cpu() -> types.ModuleType:
+    """`torch` in which the device "cuda" is the CPU. Work on a CPU is in order, so waiting is a no-op."""
+    cuda = _Overlay(
+        torch.cuda,
+        {
+            "current_device": lambda: _CPU,
+            "synchronize": lambda *args: None,
+            "empty_cache": lambda: None,
+            "manual_seed": torch.manual_seed,
+            "get_rng_state": lambda *args: torch.get_rng_state(),
+            "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+        },
+    )
+    factories = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros")
+    return _Overlay(torch, {"cuda": cuda, **{name: _on_cpu(getattr(torch, name)) for name in factories}})
+
+
+def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def create(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda":
+            kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create
+
+
+def _patch_tensor() -> None:
+    """`.cuda()` stays on the CPU, and Megatron's string comparisons of tensor types hold."""
+    real_type = torch.Tensor.type
+
+    def type_as_megatron_expects(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        answer = real_type(self, *args, **kwargs)
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if isinstance(answer, str) and caller.startswith("megatron.core."):
+            return answer.replace("torch.", "torch.cuda.", 1)
+        return answer
+
+    if torch.Tensor.type.__name__ != type_as_megatron_expects.__name__:
+        torch.Tensor.type = type_as_megatron_expects  # type: ignore[method-assign, assignment]
+        torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
+
+
+def _patch_rng() -> None:
+    """Megatron's RNG tracker reads and writes CUDA generator states through two private functions."""
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    random.__dict__["_get_cuda_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
+    random.__dict__["_set_cuda_rng_state"] = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -1,0 +1,244 @@
+"""The model that learns: log-probs and updates through Megatron's forward-backward schedule."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from megatron_hacpo import config as settings
+from megatron_hacpo.algorithm.segments import segment_sum
+from megatron_hacpo.megatron import batching, conversion
+from megatron_hacpo.megatron.logprob import response_log_probs
+from megatron_hacpo.megatron.model import build, hf_config, transformer_config
+from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence, pack
+from megatron_hacpo.megatron.runtime import World
+
+Loss = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
+"""(micro-batch, log-probs of its response tokens, float32 [r]) -> (loss to be summed, what to hand back)."""
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Log-probs of the sequences of one mini-batch under one set of weights.
+
+    tokens: per local micro-batch, float32 [r] on the last pipeline stage (empty elsewhere), in the order in
+    which the update will see them. sums: float32 [n], per sequence, on every rank.
+    """
+
+    tokens: list[torch.Tensor]
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Update:
+    """grad_norm: before clipping; None where nothing was computed. applied: False when it was not finite.
+    outputs: what the loss handed back per local micro-batch (last pipeline stage only).
+    """
+
+    grad_norm: float
+    applied: bool
+    outputs: list[Any]
+
+
+class Policy:
+    """One agent's trainable Megatron model, its optimizer, and (for a KL penalty) its frozen reference."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        world: World,
+        dtype: torch.dtype,
+        optimizer: settings.OptimizerConfig,
+        steps: int,
+        temperature: float,
+        microbatch_tokens: int,
+        keep_reference: bool,
+    ) -> None:
+        self.world = world
+        self.hf_config = hf_config(folder)
+        self._temperature = temperature
+        self._budget = microbatch_tokens
+        megatron_config = transformer_config(self.hf_config, layout=world.layout, dtype=dtype)
+        self.module = build(self.hf_config, megatron_config, world.layout)
+        conversion.load_weights(self.module, conversion.HFWeights(folder), self.hf_config)
+        self._reference = self._weights() if keep_reference else None
+
+        half = dtype is torch.bfloat16
+        wrapped = Float16Module(megatron_config, self.module) if half else self.module
+        self._model = DistributedDataParallel(
+            megatron_config, DistributedDataParallelConfig(grad_reduce_in_fp32=half), wrapped
+        )
+        self._model.train()  # there is no dropout; one mode for log-probs and updates keeps them equal
+        self._optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), [self._model])
+        self._schedule = _schedule(self._optimizer, optimizer, steps)
+        megatron_config.finalize_model_grads_func = _sum_model_grads
+        megatron_config.grad_scale_func = self._optimizer.scale_loss
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the current RL step."""
+        return float(self._optimizer.param_groups[0]["lr"])
+
+    def start_step(self) -> None:
+        """Advance the learning-rate schedule, which counts RL steps, not updates."""
+        self._schedule.step(increment=1)
+
+    def plan(self, sequences: Sequence[TokenSequence]) -> batching.MicroBatchPlan:
+        """The micro-batches in which these sequences are computed, on every data-parallel rank."""
+        lengths = [len(s) for s in sequences]
+        return batching.plan(lengths, budget=self._budget, ranks=self.world.layout.data)
+
+    def log_probs(self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan) -> LogProbs:
+        """Log-probs under the current weights, by the very forward pass that `update` runs on this plan."""
+
+        def hand_back(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return log_probs.sum(), (micro, log_probs)
+
+        with torch.no_grad():
+            outputs = self._run(self._micro_batches(sequences, plan), hand_back, forward_only=True)
+        sums = torch.zeros(len(sequences), dtype=torch.float32, device=self.world.device)
+        for micro, log_probs in outputs:
+            if micro.rows:
+                sums[list(micro.rows)] = segment_sum(log_probs, micro.segments, len(micro.rows))
+        sums = self.world.from_last_stage(self.world.sum_over_data(sums))
+        return LogProbs([log_probs for _, log_probs in outputs], sums.cpu())
+
+    def reference_log_probs(
+        self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan
+    ) -> LogProbs:
+        """Log-probs under the weights that training started from."""
+        with self._reference_weights():
+            return self.log_probs(sequences, plan)
+
+    def update(self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan, loss: Loss) -> Update:
+        """One optimizer step on the sum of `loss` over the micro-batches of all data-parallel ranks.
+
+        A loss or gradient norm that is not finite leaves weights and optimizer state as they are.
+        """
+        total = torch.zeros((), device=self.world.device)
+
+        def counted(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            value, output = loss(micro, log_probs)
+            total.add_(value.detach())
+            return value, output
+
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        outputs = self._run(self._micro_batches(sequences, plan), counted, forward_only=False)
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        total = self.world.from_last_stage(self.world.sum_over_data(total))
+        applied = math.isfinite(grad_norm) and math.isfinite(float(total))
+        if applied:
+            self._optimizer.step()
+        return Update(grad_norm, applied, outputs)
+
+    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) on the leader; every rank must exhaust it."""
+        return conversion.export_to_leader(self.module, self.hf_config, self.world)
+
+    def local_rows(self, plan: batching.MicroBatchPlan) -> list[list[int]]:
+        """The sequences of each of this data-parallel rank's micro-batches."""
+        return plan[parallel_state.get_data_parallel_rank()]
+
+    def _micro_batches(
+        self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan
+    ) -> list[PackedMicroBatch]:
+        return [pack(rows, sequences, self.world.device) for rows in self.local_rows(plan)]
+
+    def _run(self, micro_batches: list[PackedMicroBatch], loss: Loss, *, forward_only: bool) -> list[Any]:
+        """`loss` summed over the micro-batches, in Megatron's schedule; the last stage gets its outputs."""
+
+        def finish(micro: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+            log_probs = response_log_probs(
+                logits, micro, temperature=self._temperature, vocab_size=self.hf_config.vocab_size
+            )
+            value, output = loss(micro, log_probs)
+            return value, torch.zeros((), dtype=torch.int), output
+
+        def forward(batches: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+            micro = next(batches)
+            logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
+            return logits, partial(finish, micro)
+
+        return get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=iter(micro_batches),
+            model=self._model,
+            num_microbatches=len(micro_batches),
+            seq_length=max(m.tokens.shape[1] for m in micro_batches),
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _weights(self) -> list[torch.Tensor]:
+        return [p.detach().to("cpu", copy=True) for p in self.module.parameters()]
+
+    @contextmanager
+    def _reference_weights(self) -> Iterator[None]:
+        assert self._reference is not None, "the policy was built without a reference"
+        current = self._weights()
+        self._put(self._reference)
+        try:
+            yield
+        finally:
+            self._put(current)
+
+    @torch.no_grad()
+    def _put(self, weights: list[torch.Tensor]) -> None:
+        for parameter, value in zip(self.module.parameters(), weights, strict=True):
+            parameter.copy_(value)
+
+
+def _sum_model_grads(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Megatron's gradient reductions without its division by a token count: losses come normalised."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def _optimizer_config(optimizer: settings.OptimizerConfig, dtype: torch.dtype) -> OptimizerConfig:
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        weight_decay=optimizer.weight_decay,
+        adam_beta1=optimizer.betas[0],
+        adam_beta2=optimizer.betas[1],
+        adam_eps=optimizer.eps,
+        clip_grad=optimizer.clip_grad,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+    )
+
+
+def _schedule(
+    megatron_optimizer: Any, optimizer: settings.OptimizerConfig, steps: int
+) -> OptimizerParamScheduler:
+    return OptimizerParamScheduler(
+        megatron_optimizer,
+        init_lr=0.0,
+        max_lr=optimizer.lr,
+        min_lr=optimizer.min_lr,
+        lr_warmup_steps=optimizer.warmup_steps,
+        lr_decay_steps=max(steps, optimizer.warmup_steps + 1),
+        lr_decay_style=optimizer.schedule,
+        start_wd=optimizer.weight_decay,
+        end_wd=optimizer.weight_decay,
+        wd_incr_steps=steps,
+        wd_incr_style="constant",
+    )

@@ -1,0 +1,115 @@
+"""One agent's world: the processes that train one model, and what they say to each other."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron_hacpo.megatron import cpu
+
+cpu.install()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of an agent's parallel dimensions; their product is its world size."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+
+@dataclass(frozen=True)
+class World:
+    """This process within its agent's world.
+
+    rank, size: within the agent. device: where the model lives.
+    host_group: a gloo group of the whole world, for bytes that live in host memory.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    layout: Layout
+    host_group: dist.ProcessGroup
+
+    @property
+    def is_leader(self) -> bool:
+        """Rank 0 talks for the agent: it generates, exchanges and writes."""
+        return self.rank == 0
+
+    def broadcast(self, data: bytes | None) -> bytes:
+        """The leader's bytes, on every rank. Others pass None."""
+        if self.size == 1:
+            assert data is not None
+            return data
+        length = torch.tensor([len(data) if data is not None else 0])
+        dist.broadcast(length, src=0, group=self.host_group)
+        buffer = torch.empty(int(length), dtype=torch.uint8)
+        if data is not None:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, src=0, group=self.host_group)
+        return buffer.numpy().tobytes()
+
+    def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The last pipeline stage's value of `tensor` (same shape and dtype everywhere), on every stage."""
+        if self.layout.pipeline > 1:
+            dist.broadcast(
+                tensor,
+                src=parallel_state.get_pipeline_model_parallel_last_rank(),
+                group=parallel_state.get_pipeline_model_parallel_group(),
+            )
+        return tensor
+
+    def sum_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In-place sum over the data-parallel ranks."""
+        if self.layout.data > 1:
+            dist.all_reduce(tensor, group=parallel_state.get_data_parallel_group())
+        return tensor
+
+    def max_over_data(self, tensor: torch.Tensor) -> torch.Tensor:
+        """In-place maximum over the data-parallel ranks."""
+        if self.layout.data > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return tensor
+
+    def close(self) -> None:
+        """Leave together: a rank that goes first aborts the others' connections."""
+        dist.barrier(group=self.host_group)
+        dist.destroy_process_group()
+
+
+def start(*, store: dist.Store, rank: int, layout: Layout, seed: int, timeout: timedelta) -> World:
+    """Join the agent's world over `store` and set up Megatron's parallel groups and random streams."""
+    device = _device()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=layout.world_size,
+        timeout=timeout,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
+    )
+    model_parallel_cuda_manual_seed(seed)
+    host_group = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    assert host_group is not None
+    return World(rank, layout.world_size, device, layout, host_group)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device

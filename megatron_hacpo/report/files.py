@@ -1,0 +1,56 @@
+"""The files that an agent leaves in its folder of the run, one JSON object a line."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+METRICS = "metrics.jsonl"
+"""One row a step."""
+EVALUATION = "eval.jsonl"
+"""One row an evaluation: `step` (0 before training), `sampled` and `greedy` accuracy in [0, 1], and more."""
+SAMPLES = "samples.jsonl"
+"""Some responses of each step."""
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON has it: numbers out of numpy and torch scalars, null for NaN and infinities."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner) for inner in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_row(file: TextIO, row: Mapping[str, Any]) -> None:
+    """Append one line and hand it to the operating system, so that a later death loses nothing."""
+    file.write(json.dumps(plain(row), ensure_ascii=False, allow_nan=False) + "\n")
+    file.flush()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """All complete rows; none if there is no such file."""
+    return list(Tail(path).new_rows())
+
+
+class Tail:
+    """Follows a growing file of rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_rows(self) -> Iterator[dict[str, Any]]:
+        """The rows completed since the last call; a line without its newline waits."""
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self._offset += len(line)
+                yield json.loads(line)

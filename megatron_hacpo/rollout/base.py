@@ -1,0 +1,66 @@
+"""The interface between the training loop and whatever generates responses."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: the last token is a stop token. `length`: cut at `max_tokens`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How responses are drawn. `temperature` 0 is greedy (log-probs are then those at temperature 1)."""
+
+    responses_per_prompt: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.responses_per_prompt >= 1
+        assert self.max_tokens >= 1
+        assert self.temperature >= 0.0
+        assert 0.0 < self.top_p <= 1.0
+        assert self.top_k >= 0
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sampled response.
+
+    token_ids: int32 [L], as sampled, the final stop token included.
+    log_probs: float32 [L], log_softmax(logits / temperature) of each token, before top-p and top-k.
+    """
+
+    token_ids: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        assert self.token_ids.dtype == np.int32
+        assert self.token_ids.shape == self.log_probs.shape
+
+
+class Engine(Protocol):
+    """Generates responses with the newest weights it was given."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response]:
+        """`responses_per_prompt` responses per prompt, prompt-major: prompt 0's responses first."""
+        ...
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Replace every weight by the streamed (Hugging Face name, full tensor) pairs.
+
+        Raises ValueError, naming the tensor, on an unknown, missing or wrongly shaped one.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what the engine holds."""
+        ...

@@ -1,0 +1,25 @@
+"""Fixtures that several test modules share."""
+
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[object]:
+    """An agent's world of this one process; Megatron's parallel state can be set up once per process."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hacpo.megatron import runtime
+
+    torch.set_num_threads(1)
+    world = runtime.start(
+        store=dist.HashStore(), rank=0, layout=runtime.Layout(), seed=1, timeout=timedelta(minutes=5)
+    )
+    yield world
+    world.close()

@@ -1,0 +1,314 @@
+"""Real processes: they end together, whoever fails, stops or kills what."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import psutil
+import pytest
+from rich.console import Console
+
+from megatron_hacpo.config import ConfigError, RunConfig, load
+from megatron_hacpo.launch.local import describe_failure, prepare_run_dir, serve_store, worker
+from megatron_hacpo.launch.placement import Rank, placement
+from megatron_hacpo.launch.supervise import GUARD, Worker, WorkerFailed, supervise
+from megatron_hacpo.launch.view import RunView
+from megatron_hacpo.report.files import write_row
+
+ROOT = Path(__file__).parent.parent
+PAIR = ROOT / "examples" / "tiny" / "pair.yaml"
+
+WAIT = "import time; time.sleep(60)"
+DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); " + WAIT
+PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}]).pid, flush=True); "
+
+
+def python(name: str, code: str, folder: Path, **environment: str) -> Worker:
+    return Worker(name, [sys.executable, "-c", code], environment, folder / f"{name}.log")
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "gave up waiting"
+        time.sleep(0.05)
+
+
+def pid_in(log: Path) -> int:
+    """The number on the log's first line, once it is there."""
+    wait_until(lambda: log.is_file() and log.read_text().endswith("\n"))
+    return int(log.read_text().split()[0])
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_workers_get_their_environment_and_leave_their_output(tmp_path: Path) -> None:
+    code = "import os, sys; print(os.environ['RANK']); print('also', file=sys.stderr)"
+    ticks: list[int] = []
+    supervise(
+        [python(f"w{i}", code, tmp_path / "logs", RANK=str(i)) for i in range(2)],
+        on_tick=lambda: ticks.append(1),
+    )
+    assert [(tmp_path / "logs" / f"w{i}.log").read_text().split() for i in range(2)] == [
+        ["0", "also"],
+        ["1", "also"],
+    ]
+    assert ticks
+
+
+@pytest.mark.parametrize(
+    "code, message, returncode",
+    [
+        ("import sys; sys.exit(3)", "bad exited with code 3", 3),
+        ("import os; os.kill(os.getpid(), 9)", "bad was killed by SIGKILL", -9),
+        ("raise OSError", "bad exited with code 1", 1),
+    ],
+)
+def test_one_failure_stops_all_and_is_named(tmp_path: Path, code: str, message: str, returncode: int) -> None:
+    others = [
+        python(f"good{i}", f"import os; print(os.getpid(), flush=True); {WAIT}", tmp_path) for i in range(2)
+    ]
+    logs = [str(other.log) for other in others]
+    bad = f"import os, time\nwhile not all(map(os.path.getsize, {logs})): time.sleep(0.02)\n{code}"
+    start = time.monotonic()
+    with pytest.raises(WorkerFailed) as caught:
+        supervise([others[0], python("bad", bad, tmp_path), others[1]])
+    assert str(caught.value) == message
+    assert caught.value.code == returncode
+    assert time.monotonic() - start < 9, "SIGTERM is enough for the others"
+    assert all(gone(pid_in(other.log)) for other in others)
+
+
+def test_the_deaf_are_killed_after_the_grace_and_descendants_too(tmp_path: Path) -> None:
+    parent = python("parent", PARENT.format(code=DEAF) + WAIT, tmp_path)
+    log = tmp_path / "parent.log"
+    bad = f"import time\nwhile 'deaf' not in open({str(log)!r}).read(): time.sleep(0.02)\nraise SystemExit(1)"
+    with pytest.raises(WorkerFailed):
+        supervise([parent, python("bad", bad, tmp_path)], grace_seconds=0.5)
+    wait_until(lambda: gone(pid_in(log)))
+
+
+def test_a_finished_worker_leaves_no_descendant(tmp_path: Path) -> None:
+    supervise([python("parent", PARENT.format(code=DEAF), tmp_path)])
+    wait_until(lambda: gone(pid_in(tmp_path / "parent.log")))
+
+
+def test_an_error_of_the_launchers_own_stops_all(tmp_path: Path) -> None:
+    log = tmp_path / "one.log"
+
+    def tick() -> None:
+        if log.read_text():
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        supervise(
+            [python("one", f"import os; print(os.getpid(), flush=True); {WAIT}", tmp_path)], on_tick=tick
+        )
+    assert gone(pid_in(log))
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from megatron_hacpo.launch.supervise import Interrupted, Worker, supervise
+folder = Path(sys.argv[1])
+code = sys.argv[2]
+try:
+    supervise([Worker(f"w{i}", [sys.executable, "-c", code], {}, folder / f"w{i}.log") for i in range(2)])
+except Interrupted as stop:
+    print(stop)
+    sys.exit(128 + stop.signum)
+"""
+
+
+def start_launcher(folder: Path, code: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A launcher process with two workers, and the workers' process ids."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(folder), f"import os; print(os.getpid(), flush=True); {code}"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    return launcher, [pid_in(folder / f"w{i}.log") for i in range(2)]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_launcher_stops_all(tmp_path: Path, signum: signal.Signals) -> None:
+    launcher, pids = start_launcher(tmp_path, WAIT)
+    launcher.send_signal(signum)
+    output, _ = launcher.communicate(timeout=20)
+    assert launcher.returncode == 128 + signum
+    assert output == f"stopped by {signum.name}\n"
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_second_signal_ends_the_grace(tmp_path: Path) -> None:
+    launcher, pids = start_launcher(tmp_path, DEAF)
+    wait_until(lambda: all("deaf" in (tmp_path / f"w{i}.log").read_text() for i in range(2)))
+    start = time.monotonic()
+    launcher.send_signal(signal.SIGINT)
+    time.sleep(1)
+    launcher.send_signal(signal.SIGINT)
+    launcher.communicate(timeout=20)
+    assert time.monotonic() - start < 8
+    assert all(gone(pid) for pid in pids)
+
+
+def test_workers_do_not_outlive_a_killed_launcher(tmp_path: Path) -> None:
+    launcher, pids = start_launcher(tmp_path, DEAF)
+    launcher.kill()
+    launcher.communicate(timeout=20)
+    wait_until(lambda: all(gone(pid) for pid in pids))
+
+
+def test_a_worker_whose_launcher_is_gone_already_does_not_start() -> None:
+    someone_else = str(os.getpid() + 1)
+    result = subprocess.run(
+        [sys.executable, "-I", "-S", str(GUARD), someone_else, "echo", "started"],
+        capture_output=True,
+        text=True,
+    )
+    assert (result.returncode, result.stdout) == (-signal.SIGKILL, "")
+
+
+def test_placement_gives_every_rank_a_device_of_its_own() -> None:
+    config = load(PAIR, ["agents.A.parallel={tensor: 2, data: 2}", "agents.C={model: m}"])
+    ranks = placement(config)
+    assert [(r.name, r.world_size, r.local_rank) for r in ranks] == [
+        ("A.rank0", 4, 0),
+        ("A.rank1", 4, 1),
+        ("A.rank2", 4, 2),
+        ("A.rank3", 4, 3),
+        ("B.rank0", 1, 4),
+        ("C.rank0", 1, 5),
+    ]
+
+
+def test_a_rank_is_one_train_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    made = worker(Rank("B", 1, 2, 3), Path("runs/x"), "127.0.0.1:5")
+    assert made.command[1:] == ["-m", "megatron_hacpo", "train", "runs/x/config.yaml", "--agent", "B"]
+    environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "HACPO_STORE": "127.0.0.1:5"}
+    assert made.environment.items() >= {**environment, "OMP_NUM_THREADS": "1"}.items()
+    assert made.log == Path("runs/x/logs/B.rank1.log")
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    assert worker(Rank("B", 1, 2, 3), Path("runs/x"), "127.0.0.1:5").environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_the_store_serves_other_processes_on_the_loopback_alone() -> None:
+    store = serve_store("127.0.0.1")
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    assert ("127.0.0.1", store.port) in [tuple(c.laddr) for c in listening]
+    assert all(c.laddr.ip == "127.0.0.1" for c in listening if c.laddr.port == store.port)
+    client = f"TCPStore('127.0.0.1', {store.port}, is_master=False)"
+    code = f"from torch.distributed import TCPStore; {client}.set('key', 'value')"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert store.get("key") == b"value"
+
+
+def run_in(folder: Path, *overrides: str) -> RunConfig:
+    return load(PAIR, [f"run.dir={folder}", *overrides])
+
+
+def test_the_run_folder_holds_the_resolved_configuration(tmp_path: Path) -> None:
+    config = run_in(tmp_path / "runs")
+    prepare_run_dir(config, overwrite=False)
+    assert load(config.path / "config.yaml") == config
+
+
+def test_an_earlier_run_is_kept_unless_overwritten(tmp_path: Path) -> None:
+    config = run_in(tmp_path)
+    prepare_run_dir(config, overwrite=False)
+    (config.path / "old").write_text("precious")
+    with pytest.raises(ConfigError, match="holds a run; choose another name or --overwrite"):
+        prepare_run_dir(config, overwrite=False)
+    assert (config.path / "old").exists()
+    prepare_run_dir(config, overwrite=True)
+    assert [path.name for path in config.path.iterdir()] == ["config.yaml"]
+
+
+def test_overwrite_deletes_neither_strangers_nor_what_the_run_reads(tmp_path: Path) -> None:
+    config = run_in(tmp_path)
+    config.path.mkdir()
+    (config.path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="is there and is not a run"):
+        prepare_run_dir(config, overwrite=True)
+    (config.path / "config.yaml").write_text("")
+    config = run_in(tmp_path, f"agents.A.model={tmp_path / 'tiny-pair' / 'A' / 'hf'}")
+    with pytest.raises(
+        ConfigError, match=r"agents.A.model: .*: lies in the run that --overwrite would delete"
+    ):
+        prepare_run_dir(config, overwrite=True)
+    assert (config.path / "thesis.tex").exists()
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^run.dir: .*: cannot make .*; choose another run.dir$"):
+        prepare_run_dir(run_in(tmp_path / "file"), overwrite=False)
+
+
+def test_a_failure_shows_the_end_of_the_log_or_the_users_mistake(tmp_path: Path) -> None:
+    failed = python("A.rank0", "", tmp_path)
+    failed.log.write_text("".join(f"line {n}\n" for n in range(100)))
+    crash = describe_failure(WorkerFailed(failed, 1))
+    assert crash[0] == f"error: A.rank0 exited with code 1; the others were stopped; the end of {failed.log}:"
+    assert crash[-1] == "  | line 99"
+    assert len(crash) == 21
+    failed.log.write_text("Traceback ...\nValueError\nerror: data.path: x: y; z\n")
+    assert describe_failure(WorkerFailed(failed, 2)) == [
+        f"error: data.path: x: y; z (found by A.rank0; more in {failed.log})"
+    ]
+
+
+def report_step(folder: Path, step: int) -> None:
+    for name, reward in (("A", 0.25), ("B", 0.5)):
+        (folder / name).mkdir(exist_ok=True)
+        with (folder / name / "metrics.jsonl").open("a") as file:
+            write_row(file, {"step": step, "reward/mean": reward, "time/step": 1.5, "time/rollout": 0.75})
+
+
+def test_plain_lines_off_a_terminal(tmp_path: Path) -> None:
+    out = StringIO()
+    view = RunView(tmp_path, ["A", "B"], 10, Console(file=out, width=80), line_seconds=0.0)
+    with view:
+        view.tick()
+        assert out.getvalue() == "", "nothing has happened yet"
+        report_step(tmp_path, 1)
+        with (tmp_path / "A" / "eval.jsonl").open("a") as file:
+            write_row(file, {"step": 0, "sampled": 0.256, "greedy": 0.3})
+        view.tick()
+        view.tick()
+    first, second = out.getvalue().splitlines()
+    assert first == "A at step 0: held-out accuracy 0.256 sampled, 0.300 greedy"
+    assert second.startswith("step 1/10  A reward 0.250  B reward 0.500  1.50 s/step: rollout 0.75 reward - ")
+
+
+def test_live_table_on_a_terminal(tmp_path: Path) -> None:
+    out = StringIO()
+    view = RunView(tmp_path, ["A", "B"], 10, Console(file=out, width=120, force_terminal=True))
+    report_step(tmp_path, 1)
+    with view:
+        view.tick()
+    screen = out.getvalue()
+    for part in ("1/10", "rollout", "waiting", "sync", "0.250", "0.500", "1.50"):
+        assert part in screen
+
+
+def test_a_half_written_row_waits(tmp_path: Path) -> None:
+    view = RunView(tmp_path, ["A"], 10, Console(file=StringIO()))
+    (tmp_path / "A").mkdir()
+    with (tmp_path / "A" / "metrics.jsonl").open("w") as file:
+        file.write('{"step": 1, "reward/')
+        file.flush()
+        view.tick()
+        file.write('mean": 1.0}\n')
+        file.flush()
+        view.tick()
