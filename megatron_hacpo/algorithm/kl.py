@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from megatron_hacpo.algorithm.segments import drop_unassigned, segment_mean
+from megatron_hacpo.algorithm.segments import segment_mean
 
 LOG_RATIO_CLAMP = 20.0
 KL_CLAMP = 10.0
@@ -27,5 +27,4 @@ def sequence_kl(
     segments, count, lengths: as in `segments.segment_mean`. The mini-batch's KL is the sum of its own
     responses' values divided by its nominal number of sequences.
     """
-    segments, log_probs, ref_log_probs = drop_unassigned(segments, log_probs, ref_log_probs)
     return segment_mean(low_var_kl(log_probs, ref_log_probs), segments, count, lengths=lengths)

@@ -66,8 +66,8 @@ class AgentTokenizer:
                 f"tokenizer {folder}: no {PLACEHOLDER} in plain_template {plain_template!r}: add it"
             )
         hf = _load_folder(folder, trust_remote_code=trust_remote_code)
-        description = hf.backend_tokenizer.to_str()
-        prompts = Tokenizer.from_str(description)
+        prompts: Tokenizer = hf.backend_tokenizer
+        description = prompts.to_str()
         prompts.no_truncation()
         prompts.no_padding()
         bos_id = hf.bos_token_id
