@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
@@ -239,6 +240,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
 
     After an error nothing is waited for: the launcher ends the other processes.
     """
+    transformers_logging.disable_progress_bar()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     settings = config.agents[name]
     index = config.names.index(name)

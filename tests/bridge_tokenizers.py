@@ -12,6 +12,7 @@ CORPUS = [
     "hello world, this is the answer: \\boxed{42}\n\n",
     "the hello of the world 123 + 456 = 579 <im_end> think end\n",
     "caf\u00e9 na\u00efve \u4f60\u597d \U0001f642 fa\u00e7ade\n",
+    "a<|b<|c<|d<|e\n",
 ] * 5
 CHAT = (
     "{{ bos_token or '' }}"

@@ -8,12 +8,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from learner_steps import make_policy, pair_config, run_steps
 
+from megatron_hacpo.algorithm.segments import segment_sum
 from megatron_hacpo.config import RunConfig
 from megatron_hacpo.megatron import runtime
+from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence
+from megatron_hacpo.megatron.policy import Policy
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
 STEPS = 3
@@ -31,7 +35,20 @@ def steps_of(config: RunConfig, name: str, world: runtime.World) -> dict[str, An
         "tallies": [dict(r.tallies) for r in records],
         "ratios": [r.ratios for r in records],
         "weights": {key: value.clone() for key, value in policy.export()},
+        "lonely": lonely_update(policy),
     }
+
+
+def lonely_update(policy: Policy) -> tuple[float, float]:
+    """(gradient norm, log-prob sum) of one sequence: the other data-parallel rank has nothing to say."""
+    sequence = TokenSequence(np.array([2, 3, 4], np.int32), np.array([5, 6, 1], np.int32))
+    plan = policy.plan([sequence])
+
+    def loss(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return segment_sum(log_probs, micro.segments, len(micro.rows)).sum(), None
+
+    log_prob = float(policy.log_probs([sequence], plan).sums)
+    return policy.update([sequence], plan, loss).grad_norm, log_prob
 
 
 def main(rank: int, port: int, out: Path) -> None:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -126,6 +126,7 @@ def test_ratio(p_k: float, p_j: float, expected: float) -> None:
     assert capability_ratio(p_k, p_j) == pytest.approx(expected, rel=1e-15)
 
 
+@settings(deadline=None)
 @given(st.floats(0.0, 1.0), st.floats(0.0, 1.0))
 def test_ratios_of_a_pair_are_exact_reciprocals(p_k: float, p_j: float) -> None:
     forward, backward = capability_ratio(p_k, p_j), capability_ratio(p_j, p_k)

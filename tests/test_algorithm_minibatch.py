@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_hacpo.algorithm.minibatch import MiniBatch, check_window, minibatch_order, window_lower_bound
@@ -49,6 +49,7 @@ def test_alternate_changes_only_the_order() -> None:
     assert {(b.source, b.prompt_start) for b in plain} == {(b.source, b.prompt_start) for b in alternate}
 
 
+@settings(deadline=None)
 @given(
     n_agents=st.integers(1, 6),
     learner=st.integers(0, 5),
@@ -124,6 +125,7 @@ def test_no_step_fits_without_a_window() -> None:
         check_window(2, 128, 64, 0.0, 0.0)
 
 
+@settings(deadline=None)
 @given(
     n_agents=st.integers(2, 9),
     blocks=st.integers(1, 8),

@@ -65,3 +65,10 @@ def test_wrong_layout_is_caught(segments: list[int]) -> None:
 def test_sums_are_float32_or_wider() -> None:
     with pytest.raises(AssertionError):
         segment_sum(torch.ones(2, dtype=torch.bfloat16), torch.tensor([0, 0]), 1)
+
+
+def test_no_sequences_at_all_sum_to_nothing_and_keep_the_graph() -> None:
+    values = torch.zeros(0, requires_grad=True)
+    total = segment_sum(values, torch.zeros(0, dtype=torch.int64), 0)
+    assert total.shape == (0,)
+    total.sum().backward()

@@ -134,14 +134,17 @@ def outcome(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed"])  # one import for all three
-    results = context.Queue()
+    results = context.SimpleQueue()
     processes = [context.Process(target=run, args=(rank, store.port, root, results)) for rank in range(3)]
     for process in processes:
         process.start()
-    reports = sorted((results.get(timeout=120) for _ in processes), key=lambda report: report[0])
     for process in processes:
-        process.join(timeout=60)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+        process.join(timeout=120)
+    exit_codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert exit_codes == [0, 0, 0]
+    reports = sorted((results.get() for _ in processes), key=lambda report: report[0])
     return [report[1] for report in reports], [report[2] for report in reports], root
 
 

@@ -267,6 +267,11 @@ def test_control_tokens_in_a_text_stay_text(agents: dict[str, AgentTokenizer], f
             assert tokenizer.decode_response(ids) == (text, True)
 
 
+def test_spelled_control_tokens_are_tokenised_like_any_text(agents: dict[str, AgentTokenizer]) -> None:
+    spelled, other = (agents["qwen"].encode_response(text) for text in ("<|im_end|>", "<|im_enz|>"))
+    assert tokens(agents["qwen"], spelled[:1]) == tokens(agents["qwen"], other[:1]) == ["<|"]
+
+
 @pytest.mark.parametrize("family", ["qwen", "llama3", "llama2", "mistral", "unigram"])
 def test_added_tokens_that_are_not_special_keep_their_id(
     agents: dict[str, AgentTokenizer], family: str

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from megatron_hacpo.config import ConfigError, RunConfig, dump, load, resolve, yaml12
 
-PAIR = Path(__file__).parent.parent / "examples" / "tiny" / "pair.yaml"
+ROOT = Path(__file__).parent.parent
+PAIR = ROOT / "examples" / "tiny" / "pair.yaml"
 
 
 def minimal(**sections: Any) -> dict[str, Any]:
@@ -308,3 +309,10 @@ def test_shown_numbers_of_a_run(tmp_path: Path) -> None:
     assert isinstance(config, RunConfig)
     assert config.path == tmp_path / "n"
     assert config.agents["A"].parallel.world_size == 1
+
+
+def test_configuration_page_is_up_to_date() -> None:
+    """docs/configuration.md is written by tools/write_config_reference.py."""
+    command = [sys.executable, str(ROOT / "tools/write_config_reference.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -25,20 +25,23 @@ COMMON = [
     "rollout.responses_per_prompt=4",
     "batch.prompts=8",
     "batch.minibatch_prompts=4",
-    "optimizer={lr: 5.0e-4, eps: 1.0e-6, weight_decay: 0.1, warmup_steps: 2, clip_grad: 0.5}",
+    "optimizer={lr: 2.0e-4, eps: 1.0e-5, weight_decay: 0.3, warmup_steps: 2, clip_grad: 0.5}",
+    "algorithm.clip_low=1.0e-3",
+    "algorithm.clip_high=2.0e-3",
     "algorithm.capability_window=2",
     "algorithm.kl_coef=0.1",
     "evaluation.prompts=0",
     "report.tensorboard=false",
 ]
-"""eps is above the rounding noise of gradients near 0: Adam with 1e-8 would turn it into whole learning rates."""
+"""eps: with 1e-8 Adam would turn the rounding errors of gradients near 0 into steps of whole learning rates."""
 
 RUNS = {
     "gspo": ["agents.B=null", "algorithm.name=gspo"],
     "hacpo": ["agents.B=null", "algorithm.name=hacpo"],
     "pair": [],
     "triple": [
-        "agents.B.rollout.temperature=1.2",
+        "run.steps=2",
+        "agents.B.rollout.temperature=1.7",
         "agents.C={model: examples/tiny/A, rollout: {temperature: 1.3, max_response_tokens: 10}}",
         "rollout.responses_per_prompt=2",
         "batch.prompts=4",
@@ -46,8 +49,7 @@ RUNS = {
         "algorithm.kl_coef=0.0",
     ],
 }
-"""The third agent has the first one's tokenizer, other samples and a lower limit; its mini-batches are short enough that
-some have no advantage at all."""
+"""In `triple` two agents share a tokenizer, one has a lower limit, and some mini-batches are without advantage."""
 
 AGENTS = [
     ("gspo", "A"),

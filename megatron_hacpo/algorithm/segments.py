@@ -18,7 +18,8 @@ def drop_unassigned(segments: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
 def pad_segments(values: Tensor, segments: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Lay packed tokens out as one zero-padded row per sequence.
 
-    values: [T]. segments: int64 [T], see the module. count: number of sequences n (one may have no token).
+    values: [T]. segments: int64 [T], see the module. count: number of sequences n, some perhaps without a
+        token; 0 on a rank that has nothing to say.
     Returns padded [n, Lmax] in the dtype of `values`, and lengths int64 [n]. Differentiable in `values`.
     """
     assert values.shape == segments.shape
@@ -30,7 +31,8 @@ def pad_segments(values: Tensor, segments: Tensor, count: int) -> tuple[Tensor, 
     starts = torch.searchsorted(segments, rows)
     lengths = torch.searchsorted(segments, rows, right=True) - starts
     columns = torch.arange(len(segments), device=segments.device) - starts[segments]
-    padded = values.new_zeros(count, int(lengths.max()))
+    longest = int(lengths.max()) if count else 0
+    padded = values.new_zeros(count, longest)
     return padded.index_put((segments, columns), values), lengths
 
 

@@ -77,12 +77,9 @@ class Exchange:
             data = encode(contribution)
             self._keep_in_pool(contribution.step, data)
             parts = [*self._gather_bytes(data)]
-        pool = []
+        pool = []  # decoded one by one, so that each one's bytes are freed
         for i, agent in enumerate(self._agents):
-            part, parts[i] = (
-                parts[i],
-                None,
-            )  # frees the bytes as they are decoded
+            part, parts[i] = parts[i], None
             pool.append(self._read(agent, part))
         self._require_agreement(pool)
         return pool

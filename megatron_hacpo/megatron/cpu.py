@@ -10,6 +10,7 @@ The replaced names are private to Megatron, so only the versions that the tests 
 import importlib
 import sys
 import types
+import warnings
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -47,6 +48,8 @@ def install() -> None:
             )
         # Megatron's @jit_fuser is torch.compile, which needs a compiler at run time and gains nothing here.
         torch._dynamo.config.disable = True
+        # Nothing that a user of a CPU could act on: Apex and TransformerEngine are for GPUs.
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
     for name in _USED_MODULES:
         importlib.import_module(f"megatron.core.{name}")
     if on_cpu:

@@ -1,0 +1,214 @@
+"""Whole runs through `hacpo launch`: real agents, real processes, a few steps."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from learner_steps import ROOT
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SMALL = [
+    "run.steps=3",
+    "batch.prompts=8",
+    "batch.minibatch_prompts=4",
+    "rollout.responses_per_prompt=4",
+    "evaluation.prompts=16",
+]
+PHASES = ("rollout", "reward", "logprob", "exchange", "update", "sync")
+METRICS = {
+    "step",
+    "reward/mean",
+    "reward/count",
+    "capability",
+    "ratio/own/first_update_max_abs_dev",
+    "ratio/cross/mean",
+    "cross/rewarded_kept_fraction",
+    "clip/cross/low_fraction",
+    "clip/cross/high_fraction",
+    "clip/own/fraction",
+    "logprob/engine_trainer_max_abs_diff",
+    "grad_norm",
+    "loss/objective",
+    "loss/kl",
+    "response/length_mean",
+    "response/truncated_fraction",
+    "bridge/dropped",
+    "time/step",
+    "time/rollout",
+    "time/reward",
+    "time/logprob",
+    "time/exchange",
+    "time/update",
+    "time/sync",
+}
+"""Names that other tools read."""
+
+
+def launch(run_dir: Path, name: str, *overrides: str, path: Path | None = None) -> Path:
+    """Run the tiny pair with small numbers; returns the run's folder."""
+    settings = [*SMALL, f"run.dir={run_dir}", f"run.name={name}", *overrides]
+    command = [sys.executable, "-m", "megatron_hacpo", "launch", "examples/tiny/pair.yaml"]
+    for setting in settings:
+        command += ["--set", setting]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir / name
+
+
+def rows(run: Path, agent: str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / agent / file).read_text().splitlines()]
+
+
+def without_times(run: Path, agent: str) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(run, agent)]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def pair(runs: Path) -> Path:
+    return launch(runs, "pair")
+
+
+def test_run_leaves_everything_it_promises(pair: Path) -> None:
+    assert (pair / "config.yaml").is_file()
+    assert (pair / "curves.png").read_bytes().startswith(b"\x89PNG")
+    summary = json.loads((pair / "summary.json").read_text())
+    for agent in "AB":
+        metrics = rows(pair, agent)
+        assert [row["step"] for row in metrics] == [1, 2, 3]
+        for row in metrics:
+            assert row.keys() >= METRICS
+            assert row["reward/count"] == 32
+            assert row["ratio/own/first_update_max_abs_dev"] == 0.0
+            assert row["logprob/engine_trainer_max_abs_diff"] < 1e-4
+            assert row["loss/kl"] == 0.0
+            assert row["bridge/dropped"] == 0.0
+            parts = sum(
+                row[f"time/{p}"] for p in ("rollout", "reward", "logprob", "exchange", "update", "sync")
+            )
+            assert 0.0 < parts <= row["time/step"]
+        evaluations = rows(pair, agent, "eval.jsonl")
+        assert [row["step"] for row in evaluations] == [0, 3]
+        assert summary["agents"][agent]["start"]["sampled"] == evaluations[0]["sampled"]
+        assert summary["agents"][agent]["end"]["greedy"] == evaluations[1]["greedy"]
+        samples = rows(pair, agent, "samples.jsonl")
+        assert samples
+        assert samples[0].keys() >= {"prompt", "text", "reward", "source", "ratio", "advantage"}
+        assert {row["source"] for row in samples} == {"A", "B"}
+        assert list((pair / agent / "tensorboard").glob("events.*"))
+        assert (pair / "step_3" / "pool" / agent).is_file()
+        assert (pair / "logs" / f"{agent}.rank0.log").is_file()
+
+
+def test_exported_agents_load_in_transformers_and_have_learned_something(pair: Path) -> None:
+    for agent in "AB":
+        folder = pair / agent / "hf"
+        trained = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        start = AutoModelForCausalLM.from_pretrained(ROOT / "examples/tiny" / agent).state_dict()
+        assert trained.keys() == start.keys()
+        assert all(bool(tensor.isfinite().all()) for tensor in trained.values())
+        assert not all(torch.equal(trained[key], start[key]) for key in start)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = tokenizer.apply_chat_template([{"role": "user", "content": "C12345C67890="}], tokenize=False)
+        assert text == "C12345C67890="
+
+
+def test_same_seed_gives_the_same_metrics(pair: Path, runs: Path) -> None:
+    again = launch(runs, "again")
+    for agent in "AB":
+        assert without_times(again, agent) == without_times(pair, agent)
+        assert rows(again, agent, "eval.jsonl") == rows(pair, agent, "eval.jsonl")
+
+
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+def test_first_step_is_the_same_in_another_layout(layout: str, pair: Path, runs: Path) -> None:
+    other = launch(runs, layout, "run.steps=1", f"agents.A.parallel.{layout}=2")
+    for agent in "AB":
+        expected = without_times(pair, agent)[0]
+        got = without_times(other, agent)[0]
+        assert got.keys() == expected.keys()
+        for name, value in expected.items():
+            if value is None:
+                assert got[name] is None, name
+            else:
+                assert got[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
+
+
+VERIFIER = '''
+import math
+
+def moody(text, answer):
+    """No valid reward for a third of the responses, by what they say."""
+    if text.endswith("0)"):
+        return None
+    if text.endswith("3)"):
+        return math.nan
+    return float(text == answer)
+'''
+
+
+def test_odd_prompts_and_rewards_that_are_none_or_nan(runs: Path) -> None:
+    """Prompts of odd content and length from a file, and a verifier that has no answer for everything."""
+    (runs / "verifiers.py").write_text(VERIFIER)
+    prompts = [{"prompt": f"{a}1234{i}{a}5432{i}=", "answer": "(+000000)"} for a in "+-CM" for i in range(3)]
+    prompts += [{"prompt": "C" * 200, "answer": "x"}]  # longer than the limit: left out
+    prompts += [{"prompt": [{"role": "user", "content": "("}], "answer": ""}]
+    file = runs / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    run = launch(
+        runs,
+        "odd",
+        "data.task=null",
+        f"data.path={file}",
+        "evaluation.prompts=0",
+        "reward.verifier=verifiers:moody",
+        "algorithm.kl_coef=0.01",
+        "agents.B.dtype=bfloat16",
+        path=runs,
+    )
+    invalid = 0
+    for agent in "AB":
+        for row in rows(run, agent):
+            assert row["reward/count"] + row["reward/invalid"] == 32
+            invalid += row["reward/invalid"]
+            assert row["ratio/own/first_update_max_abs_dev"] == 0.0
+            assert row["loss/kl"] is not None
+            assert all(value is None or math.isfinite(value) for value in row.values())
+    assert invalid > 0
+
+
+def test_one_agent_under_torchrun_with_two_processes(runs: Path, pair: Path) -> None:
+    """`hacpo train` needs no launcher where nothing is exchanged: torchrun's own store serves the world."""
+    settings = [*SMALL, f"run.dir={runs}", "run.name=torchrun", "run.steps=1", "agents.B=null"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += ["-m", "megatron_hacpo", "train", "examples/tiny/pair.yaml", "--agent", "A"]
+    for setting in [*settings, "agents.A.parallel.tensor=2"]:
+        command += ["--set", setting]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert rows(runs / "torchrun", "A")[0]["reward/mean"] == rows(pair, "A")[0]["reward/mean"]
+
+
+def test_single_agent_run_has_no_cross_values(runs: Path) -> None:
+    run = launch(runs, "alone", "agents.B=null", "run.steps=1")
+    row = rows(run, "A")[0]
+    for name in ("ratio/cross/mean", "cross/rewarded_kept_fraction", "clip/cross/low_fraction"):
+        assert row[name] is None
