@@ -50,18 +50,24 @@ METRICS = {
 """Names that other tools read."""
 
 
-def launch(run_dir: Path, name: str, *overrides: str, path: Path | None = None) -> Path:
-    """Run the tiny pair with small numbers; returns the run's folder."""
-    settings = [*SMALL, f"run.dir={run_dir}", f"run.name={name}", *overrides]
+def start(
+    run_dir: Path, name: str, *overrides: str, path: Path | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """`hacpo launch` of the tiny pair with small numbers."""
     command = [sys.executable, "-m", "megatron_hacpo", "launch", "examples/tiny/pair.yaml"]
-    for setting in settings:
+    for setting in [*SMALL, f"run.dir={run_dir}", f"run.name={name}", *overrides]:
         command += ["--set", setting]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
-    done = subprocess.run(
+    return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def launch(run_dir: Path, name: str, *overrides: str, path: Path | None = None) -> Path:
+    """A run that ends well; returns its folder."""
+    done = start(run_dir, name, *overrides, path=path)
     assert done.returncode == 0, done.stdout + done.stderr
     return run_dir / name
 
@@ -212,3 +218,22 @@ def test_single_agent_run_has_no_cross_values(runs: Path) -> None:
     row = rows(run, "A")[0]
     for name in ("ratio/cross/mean", "cross/rewarded_kept_fraction", "clip/cross/low_fraction"):
         assert row[name] is None
+
+
+def test_updates_that_are_not_finite_stop_the_run_and_say_where_its_data_is(runs: Path) -> None:
+    """A learning rate that overflows every weight in the first update; the three others of the step fail."""
+    done = start(runs, "exploded", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "evaluation.prompts=0")
+    assert done.returncode == 1
+    assert "step 1: 3 updates in a row had a loss or gradient norm that is not finite" in done.stderr
+    assert f"{runs}/exploded/step_1/pool" in done.stderr
+    assert {file.name for file in (runs / "exploded/step_1/pool").iterdir()} == {"A", "B"}
+
+
+def test_one_update_that_is_not_finite_is_skipped_and_counted(runs: Path) -> None:
+    """float16's range is not needed: a huge KL weight overflows the loss of the updates after the first."""
+    run = launch(runs, "skips", "algorithm.kl_coef=1e38", "checks.max_nonfinite_updates=100", "run.steps=2")
+    skipped = [row["updates/nonfinite"] for agent in "AB" for row in rows(run, agent)]
+    assert max(skipped) > 0
+    for agent in "AB":
+        state = AutoModelForCausalLM.from_pretrained(run / agent / "hf").state_dict()
+        assert all(bool(tensor.isfinite().all()) for tensor in state.values())
