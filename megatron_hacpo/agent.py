@@ -16,15 +16,15 @@ from transformers.utils import logging as transformers_logging
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
-from megatron_hacpo.bridge.trajectory import Contribution, hash_prompts
-from megatron_hacpo.config import AgentConfig, RunConfig
+from megatron_hacpo.bridge.trajectory import Contribution, hash_prompts, pack_ids
+from megatron_hacpo.config import AgentConfig, RunConfig, dump
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.source import PromptSource
 from megatron_hacpo.evaluate import evaluate
 from megatron_hacpo.inputs import load_tokenizers, open_prompts
 from megatron_hacpo.learner import report
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
-from megatron_hacpo.learner.own import OwnResponse, OwnRollouts, old_log_probs, own_response
+from megatron_hacpo.learner.own import OwnRollouts, Sampled, old_log_probs, own_response
 from megatron_hacpo.learner.report import StepClock
 from megatron_hacpo.learner.update import UpdateRecord, update
 from megatron_hacpo.megatron import runtime
@@ -38,7 +38,7 @@ from megatron_hacpo.rollout.local import LocalEngine
 STORE_VARIABLE = "HACPO_STORE"
 """host:port of the launcher's store, where agents meet."""
 
-_OWN_RESPONSES = msgspec.msgpack.Decoder(list[OwnResponse])
+_SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
 
 @dataclass
@@ -78,14 +78,10 @@ class Agent:
         """Where this agent's results go."""
         return self.config.path / self.name
 
-    def render(self, prompts: Sequence[Prompt]) -> list[np.ndarray]:
-        """The prompts in this agent's tokens, int32."""
-        return [np.array(self.tokenizer.render_prompt(p.messages), dtype=np.int32) for p in prompts]
-
-    def generate(self, prompts: Sequence[Prompt], step: int) -> list[OwnResponse]:
-        """G responses per prompt with the engine's current weights; on the leader, elsewhere empty."""
+    def generate(self, prompts: Sequence[Prompt], step: int) -> Sampled | None:
+        """G responses per prompt with the engine's current weights; on the leader, None elsewhere."""
         if self.engine is None:
-            return []
+            return None
         rollout = self.settings.rollout
         sampling = Sampling(
             responses_per_prompt=rollout.responses_per_prompt,
@@ -95,30 +91,32 @@ class Agent:
             top_k=rollout.top_k,
             seed=_seed(self.config.run.seed, self.index, step),
         )
-        responses = self.engine.generate([ids.tolist() for ids in self.render(prompts)], sampling)
-        return [own_response(r, self.tokenizer) for r in responses]
+        prompt_ids = [self.tokenizer.render_prompt(p.messages) for p in prompts]
+        responses = self.engine.generate(prompt_ids, sampling)
+        return Sampled(
+            [pack_ids(ids) for ids in prompt_ids], [own_response(r, self.tokenizer) for r in responses]
+        )
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[OwnResponse]) -> list[OwnResponse]:
+    def score(self, prompts: Sequence[Prompt], sampled: Sampled | None) -> Sampled:
         """The leader's responses with their rewards, on every rank."""
         payload = None
-        if self.world.is_leader:
-            texts = [r.text for r in responses]
-            reasons = [r.finish_reason for r in responses]
+        if sampled is not None:
+            texts = [r.text for r in sampled.responses]
+            reasons = [r.finish_reason for r in sampled.responses]
             result = score(prompts, texts, reasons, self.verifier, reward_range=self.config.reward.range)
             rewards = [None if np.isnan(reward) else float(reward) for reward in result.rewards]
             scored = [
                 msgspec.structs.replace(r, reward=reward)
-                for r, reward in zip(responses, rewards, strict=True)
+                for r, reward in zip(sampled.responses, rewards, strict=True)
             ]
-            payload = msgspec.msgpack.encode(scored)
-        return _OWN_RESPONSES.decode(self.world.broadcast(payload))
+            payload = msgspec.msgpack.encode(Sampled(sampled.prompt_ids, scored))
+        return _SAMPLED.decode(self.world.broadcast(payload))
 
-    def old_log_probs(self, prompts: Sequence[Prompt], responses: list[OwnResponse]) -> OwnRollouts:
+    def old_log_probs(self, scored: Sampled) -> OwnRollouts:
         """The responses with the trainer's log-probs, old and (for KL) reference."""
         return old_log_probs(
             self.policy,
-            prompt_ids=self.render(prompts),
-            responses=responses,
+            sampled=scored,
             group=self.settings.rollout.responses_per_prompt,
             minibatches=own_minibatches(self.config),
             keep_stop=self.config.exchange.keep_stop,
@@ -191,7 +189,7 @@ class Agent:
                 "lr": self.policy.learning_rate,
                 **report.rollout_metrics(own),
                 **report.batch_metrics(batch, pool, self.learner),
-                **report.update_metrics(records),
+                **report.update_metrics(records, kl_coef=self.config.algorithm.kl_coef),
                 **gap,
                 "time/waiting": self.exchange.waited_seconds,
                 **clock.metrics(),
@@ -201,7 +199,8 @@ class Agent:
             count = self.config.report.rollout_samples
             self.writer.samples(report.response_samples(step, texts, pool, batch, records, count))
         mean_gap, limit = gap[report.GAP_MEAN], self.settings.max_logprob_gap
-        self.wide_gap_steps = self.wide_gap_steps + 1 if mean_gap is not None and mean_gap > limit else 0
+        wide = mean_gap is not None and not mean_gap <= limit  # not: NaN is wide
+        self.wide_gap_steps = self.wide_gap_steps + 1 if wide else 0
         if self.wide_gap_steps >= self.config.checks.max_logprob_gap_steps:
             raise RuntimeError(
                 f"agent {self.name}, step {step}: the engine's log-probs differ from the trainer's by "
@@ -272,6 +271,10 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         engine = LocalEngine(
             settings.model, dtype=dtype, device=world.device, stop_ids=tokenizers[name].stop_ids
         )
+        config_file = config.path / "config.yaml"
+        if not config_file.exists():  # the launcher writes it; torchrun and srun do not
+            config_file.parent.mkdir(parents=True, exist_ok=True)
+            config_file.write_text(dump(config), encoding="utf-8")
         writer = MetricsWriter(
             config.path / name, tensorboard=config.report.tensorboard, wandb=config.report.wandb
         )
@@ -315,18 +318,18 @@ def _launcher_store(timeout: timedelta) -> dist.Store | None:
 
 
 def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[dist.Store, int]:
-    """Where this agent's ranks meet, and this process's rank: torchrun's store, the launcher's, or none."""
+    """Where this agent's ranks meet, and this process's rank: the run's store, else torchrun's, else none."""
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     if size != world_size:
         raise ValueError(
             f"agents.{name}.parallel: its sizes multiply to {world_size}, but {size} processes were started; "
             "start as many as the product, or change the sizes"
         )
+    if store is not None:
+        return dist.PrefixStore(f"world/{name}", store), rank
     if "MASTER_ADDR" in os.environ:
         env_store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=size))
         return env_store, rank
-    if store is not None:
-        return dist.PrefixStore(f"world/{name}", store), rank
     if size > 1:
         raise ValueError(
             f"MASTER_ADDR: not set, but agent {name} has {size} processes; use torchrun or `hacpo launch`"

@@ -32,8 +32,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Mean reward of one response per prompt: `sampled` (the rollout's settings) and `greedy`.
 
-    `sampled/GROUP` and `greedy/GROUP` break it down where prompts have groups. Responses without a valid
-    reward count as 0.
+    `sampled/GROUP` and `greedy/GROUP` break it down where prompts have groups. A response without a valid
+    reward counts as the lowest one.
     """
     sampled = Sampling(
         responses_per_prompt=1,
@@ -49,7 +49,8 @@ def evaluate(
         responses = engine.generate(ids, sampling)
         texts = [tokenizer.decode_response(r.token_ids)[0] for r in responses]
         reasons = [r.finish_reason for r in responses]
-        rewards = np.nan_to_num(score(prompts, texts, reasons, verifier, reward_range=reward_range).rewards)
+        scored = score(prompts, texts, reasons, verifier, reward_range=reward_range)
+        rewards = np.nan_to_num(scored.rewards, nan=reward_range[0])
         result[name] = float(rewards.mean())
         by_group = defaultdict(list)
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):

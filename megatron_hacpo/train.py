@@ -26,7 +26,7 @@ def train_step(agent: Agent, step: int) -> None:
     with clock("reward"):
         scored = agent.score(prompts, sampled)
     with clock("logprob"):
-        own = agent.old_log_probs(prompts, scored)
+        own = agent.old_log_probs(scored)
     with clock("exchange"):
         pool = agent.exchange_trajectories(own, prompts, step)
     with clock("update"):

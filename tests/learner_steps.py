@@ -9,11 +9,11 @@ import torch
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
-from megatron_hacpo.bridge.trajectory import Contribution, Trajectory
+from megatron_hacpo.bridge.trajectory import Contribution, Trajectory, pack_ids
 from megatron_hacpo.config import RunConfig, load
 from megatron_hacpo.data import rule_task
 from megatron_hacpo.learner.batch import build, own_minibatches
-from megatron_hacpo.learner.own import OwnResponse, OwnRollouts, old_log_probs
+from megatron_hacpo.learner.own import OwnResponse, OwnRollouts, Sampled, old_log_probs
 from megatron_hacpo.learner.update import UpdateRecord, update
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.megatron.runtime import World
@@ -58,11 +58,18 @@ def answers(step: int, prompts: int, group: int, salt: int) -> list[tuple[str, b
     return texts
 
 
-def own_rollouts(config: RunConfig, policy: Policy, tokenizer: AgentTokenizer, step: int) -> OwnRollouts:
-    """Made-up own responses with the policy's real log-probs."""
+def own_rollouts(
+    config: RunConfig,
+    policy: Policy,
+    tokenizer: AgentTokenizer,
+    step: int,
+    spoiled_rows: tuple[int, ...] = (),
+) -> OwnRollouts:
+    """Made-up own responses with the policy's real log-probs; spoiled ones are a stop token alone."""
     group = config.rollout.responses_per_prompt
     responses = []
-    for text, right in answers(step, config.batch.prompts, group, salt=1):
+    for row, (text, right) in enumerate(answers(step, config.batch.prompts, group, salt=1)):
+        text, right = ("", False) if row in spoiled_rows else (text, right)
         ids = np.append(tokenizer.encode_response(text), np.int32(tokenizer.stop_id))
         responses.append(
             OwnResponse(
@@ -77,11 +84,10 @@ def own_rollouts(config: RunConfig, policy: Policy, tokenizer: AgentTokenizer, s
     prompts = rule_task.batch(7, step, config.batch.prompts)
     return old_log_probs(
         policy,
-        prompt_ids=[np.array(tokenizer.render_prompt(p.messages), np.int32) for p in prompts],
-        responses=responses,
+        sampled=Sampled([pack_ids(tokenizer.render_prompt(p.messages)) for p in prompts], responses),
         group=group,
         minibatches=own_minibatches(config),
-        keep_stop=True,
+        keep_stop=config.exchange.keep_stop,
         with_reference=config.algorithm.kl_coef > 0.0,
     )
 

@@ -10,13 +10,10 @@ def replay(folder: str, k: int, c: dict, steps: list) -> tuple[list, dict]:
     """Train agent k on each step's (prompts, pool files): (objective, KL, grad norm) per update; weights."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model, start = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for _ in range(2))
-    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
-    groups = [
-        {"params": matrices, "weight_decay": c["weight_decay"]},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    adam = torch.optim.AdamW(groups, c["lr"], c["betas"], c["eps"])
-    reward_means, trace = [], [[] for _ in steps]
+    matrices, norms = ([p for p in model.parameters() if (p.ndim > 1) == wide] for wide in (True, False))
+    groups: list[dict] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+    adam = torch.optim.AdamW(groups, c["lr"], c["betas"], c["eps"], c["weight_decay"])
+    reward_means, trace = [], [list[tuple]() for _ in steps]
     for t, (prompts, pool) in enumerate(steps):
         for group in adam.param_groups:
             group["lr"] = c["lr"] * min(1.0, (t + 1) / c["warmup_steps"])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_hacpo.config import ConfigError, check, load
+from megatron_hacpo.config import ConfigError, check, dump, load
 
 TINY = Path(__file__).parent.parent / "examples" / "tiny"
 
@@ -46,11 +46,6 @@ def test_the_example_is_fine_with_every_method() -> None:
             "agents.B.parallel.pipeline=4",
             "agents.B.parallel.pipeline: 4: does not divide num_hidden_layers = 2 of examples/tiny/B; "
             "use one of 1, 2",
-        ),
-        (
-            "agents.B.parallel.data=3",
-            "agents.B.parallel.data: 3: does not divide a mini-batch's 64 sequences (batch.minibatch_prompts "
-            "8 x 8 responses); use a divisor of 64",
         ),
         (
             "batch.minibatch_prompts=5",
@@ -206,9 +201,22 @@ def test_a_closing_window_is_refused_and_a_narrow_one_warned_of() -> None:
     "override", ["algorithm.name=gspo", "algorithm.name=naive", "algorithm.cross_clip=none", "agents.B=null"]
 )
 def test_the_window_matters_only_where_it_is_used(override: str) -> None:
-    assert (
-        check(load(TINY / "pair.yaml", ["algorithm.delta=0.2", "algorithm.delta_step=0.1", override])) == []
-    )
+    warnings = check(load(TINY / "pair.yaml", ["algorithm.delta=0.2", "algorithm.delta_step=0.1", override]))
+    assert not any("window" in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("name", ["hacpo", "gspo", "grpo", "naive"])
+@pytest.mark.parametrize("ran", ["hacpo", "grpo", "naive"])
+def test_another_method_on_a_resolved_file_is_that_method(ran: str, name: str, tmp_path: Path) -> None:
+    """Every method of a run's config.yaml is as on the file that the run was started from."""
+    resolved = tmp_path / "config.yaml"
+    resolved.write_text(dump(load(TINY / "pair.yaml", [f"algorithm.name={ran}"])))
+    assert load(resolved, [f"algorithm.name={name}"]) == load(TINY / "pair.yaml", [f"algorithm.name={name}"])
+
+
+def test_ablations_are_named() -> None:
+    (warning,) = check(load(TINY / "pair.yaml", ["algorithm.capability_baseline=false"]))
+    assert warning == "algorithm.capability_baseline: False: an ablation; hacpo by itself has True"
 
 
 def test_five_agents_with_the_papers_window_are_refused() -> None:
@@ -224,16 +232,6 @@ def test_a_lonely_response_has_no_advantage() -> None:
     )
     assert problems("rollout.responses_per_prompt=1", "agents.B=null") == [expected]
     assert check(load(TINY / "pair.yaml", ["rollout.responses_per_prompt=1"])) == []
-
-
-def test_data_parallel_counts_the_sources_that_the_learner_trains_on() -> None:
-    overrides = [
-        "agents.A.rollout.responses_per_prompt=4",
-        "batch={prompts: 2, minibatch_prompts: 1}",
-        "agents.B.parallel.data=8",
-    ]
-    assert [line.split(" ", 1)[0] for line in problems(*overrides)] == ["agents.B.parallel.data:"]
-    assert check(load(TINY / "pair.yaml", [*overrides, "algorithm.name=gspo"])) == []
 
 
 def test_a_custom_verifier_must_exist() -> None:

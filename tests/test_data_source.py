@@ -160,7 +160,7 @@ def test_long_prompts_are_dropped_and_counted(tmp_path: Path) -> None:
     limits = {"short": 4, "long": 4}
     options = {"seed": 0, "lengths": character_counts, "max_prompt_tokens": limits, "eval_path": test}
     source = JsonlSource(train, batch_size=4, **options)
-    assert (source.dropped, source.dropped_held_out) == (6, 3)
+    assert source.dropped() == {"data.path": 6, "evaluation.path": 3}
     assert sorted(answers(source.batch(1))) == answers(source.held_out()) == [0, 1, 2, 3]
     with pytest.raises(
         ValueError, match=r"has 4 usable prompts \(6 longer than rollout.max_prompt_tokens dro"
@@ -178,7 +178,7 @@ def test_open_source_picks_by_configuration(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "rows.jsonl", 20)
     file = open_source(path=path, eval_path=path, eval_prompts=2, **common)
     assert isinstance(file, JsonlSource)
-    assert file.dropped == 7
+    assert file.dropped()["data.path"] == 7
     assert answers(file.held_out()) == [0, 1]
 
 

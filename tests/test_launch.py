@@ -309,6 +309,8 @@ def test_a_half_written_row_waits(tmp_path: Path) -> None:
         file.write('{"step": 1, "reward/')
         file.flush()
         view.tick()
+        assert view._agents["A"].steps == 0
         file.write('mean": 1.0}\n')
         file.flush()
         view.tick()
+        assert view._agents["A"].steps == 1

@@ -9,17 +9,18 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from learner_steps import make_policy, other_contribution, own_rollouts, pair_config, run_steps
+from learner_steps import make_policy, other_contribution, own_rollouts, pair_config
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.bridge.trajectory import Contribution
 from megatron_hacpo.config import RunConfig
-from megatron_hacpo.learner.batch import StepBatch, build, reward_matrix
+from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, reward_matrix
 from megatron_hacpo.learner.own import OwnRollouts
 from megatron_hacpo.learner.report import batch_metrics, response_samples, rollout_metrics, update_metrics
 from megatron_hacpo.learner.update import has_signal, update
-from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.megatron.batching import MicroBatchPlan
+from megatron_hacpo.megatron.policy import LogProbs, Policy
 from megatron_hacpo.megatron.runtime import World
 
 
@@ -126,7 +127,7 @@ def test_a_missing_reward_is_in_no_mean_and_teaches_nobody(
 ) -> None:
     other = changed(other_contribution(config, "B", 1), [0, 1, 5], reward=None)
     batch = build_pool(config, pool_of(own, tokenizer, other), own, tokenizer)
-    rewards = reward_matrix(other, 8)
+    rewards = reward_matrix(other, 8, 4)
     assert torch.isnan(rewards).sum() == 3
     valid = [t.reward for t in other.trajectories if t.reward is not None]
     assert batch.capability["B"] == pytest.approx(sum(valid) / len(valid))
@@ -158,7 +159,7 @@ def test_equal_rewards_give_no_signal_and_no_update(
     before = [p.clone() for p in policy.module.parameters()]
     records = [update(policy, mb, config.algorithm) for mb in batch.minibatches]
     assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
-    metrics = update_metrics(records)
+    metrics = update_metrics(records, kl_coef=0.0)
     assert metrics["updates/without_signal"] == 4
     assert metrics["grad_norm"] is None
     assert metrics["ratio/own/first_update_max_abs_dev"] is None
@@ -195,15 +196,18 @@ def test_a_ratio_that_is_not_finite_skips_the_update_and_leaves_no_nan(
     record = update(policy, poisoned, config.algorithm)
     assert record.computed
     assert not record.applied
-    assert update_metrics([record])["updates/nonfinite"] == 1
+    assert update_metrics([record], kl_coef=0.0)["updates/nonfinite"] == 1
     assert all(bool(p.isfinite().all()) for p in policy.module.parameters())
 
 
 def test_pools_of_the_wrong_size_are_refused(config: RunConfig) -> None:
     other = other_contribution(config, "B", 1)
     short = msgspec.structs.replace(other, trajectories=other.trajectories[:-1])
-    with pytest.raises(ValueError, match="the 31 trajectories of agent B are not equally many"):
-        reward_matrix(short, 8)
+    with pytest.raises(
+        ValueError,
+        match=r"agents.B.rollout.responses_per_prompt: 4: .* 8 prompts \(31 in all\)",
+    ):
+        reward_matrix(short, 8, 4)
 
 
 def test_samples_show_what_the_step_trained_on(
@@ -251,21 +255,94 @@ def test_three_agents_of_which_two_are_the_same_folder(world: World, tmp_path: P
     assert all(record.applied for record in records)
 
 
-def test_methods_differ_where_they_should(world: World) -> None:
-    """Every baseline and ablation is configuration alone, and each changes what the updates do."""
-    variants = {
-        "hacpo": [],
-        "naive": ["algorithm.name=naive", "algorithm.alpha=0"],
-        "no adv": ["algorithm.capability_baseline=false"],
-        "no omega": ["algorithm.discrepancy_gradient=false"],
-        "alpha 3": ["algorithm.alpha=3.0"],
-        "no stepwise": ["algorithm.delta_step=0.0"],
-        "no clip": ["algorithm.cross_clip=none"],
-        "token": ["algorithm.own_ratio=token"],
-    }
-    outcomes = {}
-    for name, overrides in variants.items():
-        config = pair_config(*overrides)
-        records = run_steps(config, "A", make_policy(config, "A", world), steps=1)
-        outcomes[name] = tuple(round(r.tallies["loss/objective"][0], 9) for r in records)
-    assert len(set(outcomes.values())) == len(outcomes), outcomes
+VARIANTS = {
+    "hacpo": [],
+    "gspo": ["algorithm.name=gspo"],
+    "grpo": ["algorithm.name=grpo", "algorithm.clip_low=0.02", "algorithm.clip_high=0.03"],
+    "naive": ["algorithm.name=naive", "algorithm.alpha=0"],
+    "no adv": ["algorithm.capability_baseline=false"],
+    "no omega": ["algorithm.discrepancy_gradient=false"],
+    "alpha 0": ["algorithm.alpha=0.0"],
+    "alpha 3": ["algorithm.alpha=3.0"],
+    "no stepwise": ["algorithm.delta_step=0.0"],
+    "no clip": ["algorithm.cross_clip=none"],
+    "no clamp": ["algorithm.log_ratio_clamp=null"],
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_objective_of_every_method_equals_its_formula(variant: str, world: World) -> None:
+    """Each update's objective, recomputed in numpy from the log-probs just before it."""
+    config = pair_config(*VARIANTS[variant], "optimizer.lr=2e-3", "optimizer.warmup_steps=0")
+    policy = make_policy(config, "A", world)
+    policy.start_step()
+    tokenizer = AgentTokenizer.load(config.agents["A"].model)
+    own = own_rollouts(config, policy, tokenizer, step=1)
+    # The other agent is weaker, so that omega is not 1.
+    other = changed(other_contribution(config, "B", 1), list(range(0, 32, 4)), reward=0.0)
+    pool = pool_of(own, tokenizer, other)[: 2 if config.algorithm.share else 1]
+    batch = build_pool(config, pool, own, tokenizer)
+    assert len(batch.minibatches) == 2 * len(pool)
+    for minibatch in batch.minibatches:
+        plan = minibatch.own.plan if minibatch.own else policy.plan(minibatch.sequences)
+        now = policy.log_probs(minibatch.sequences, plan)
+        record = update(policy, minibatch, config.algorithm)
+        expected = formula(config, minibatch, now, plan)
+        assert record.tallies["loss/objective"][0] == pytest.approx(expected, abs=1e-6)
+
+
+def formula(config: RunConfig, minibatch: LearnerMiniBatch, now: LogProbs, plan: MicroBatchPlan) -> float:
+    """The objective as the methods' definitions have it, divided by the nominal number of responses."""
+    a, A = config.algorithm, minibatch.advantages.numpy()
+    s = np.exp(now.sums.numpy() / minibatch.counts.numpy() - minibatch.old_means.numpy())
+
+    def surrogate(ratio: np.ndarray, advantage: np.ndarray) -> np.ndarray:
+        return np.minimum(ratio * advantage, np.clip(ratio, 1 - a.clip_low, 1 + a.clip_high) * advantage)
+
+    if minibatch.own is not None and a.name == "grpo":
+        rows = [row for micro_batch in plan[0] for row in micro_batch]
+        counts = minibatch.counts.numpy()[rows]
+        ratios = np.exp(torch.cat(now.tokens).numpy() - torch.cat(minibatch.own.log_probs.tokens).numpy())
+        per_token = surrogate(ratios, np.repeat(A[rows], counts))
+        terms = [part.mean() for part in np.split(per_token, np.cumsum(counts)[:-1])]
+    elif minibatch.own is not None or a.name == "naive":
+        terms = surrogate(s, A)
+    else:
+        omega = minibatch.omega if a.discrepancy_gradient else 1.0
+        assert (minibatch.omega != 1.0) == a.discrepancy_gradient
+        lower = 1 - a.delta + minibatch.place.m * a.delta_step
+        c = s if a.cross_clip == "none" else np.clip(s, lower, 1.0)
+        terms = c * np.minimum(c, 1.0) ** a.alpha * omega * A
+    return float(np.sum(terms)) / minibatch.nominal
+
+
+def test_groups_of_different_size_keep_their_own_nominal_counts(world: World) -> None:
+    config = pair_config("agents.B.rollout={responses_per_prompt: 6}")
+    policy = make_policy(config, "A", world)
+    tokenizer = AgentTokenizer.load(config.agents["A"].model)
+    own = own_rollouts(config, policy, tokenizer, step=1)
+    wider = pair_config("rollout.responses_per_prompt=6")
+    pool = pool_of(own, tokenizer, other_contribution(wider, "B", 1))
+    batch = build_pool(config, pool, own, tokenizer)
+    assert batch.advantages.advantages.shape == (8, 10)
+    assert [mb.nominal for mb in batch.minibatches] == [16, 16, 24, 24]
+    expected = batch.advantages.advantages[:4, 4:].reshape(-1)
+    assert torch.equal(batch.minibatches[2].advantages, expected[batch.minibatches[2].rows])
+
+
+def test_without_stop_tokens_own_and_cross_views_lose_them_alike(world: World) -> None:
+    config = pair_config("exchange.keep_stop=false", "algorithm.alternate_minibatches=true")
+    policy = make_policy(config, "A", world)
+    policy.start_step()
+    tokenizer = AgentTokenizer.load(config.agents["A"].model)
+    own = own_rollouts(config, policy, tokenizer, step=1, spoiled_rows=(0,))
+    assert own.blocks[0].dropped == Counter(empty=1)
+    batch = build_pool(config, pool_of(own, tokenizer, other_contribution(config, "B", 1)), own, tokenizer)
+    assert batch.dropped == Counter(empty=1)
+    assert [mb.place.source for mb in batch.minibatches] == [0, 1, 0, 1]
+    assert len(batch.minibatches[0].sequences) == 15
+    assert batch.minibatches[0].nominal == 16
+    for minibatch in batch.minibatches:
+        assert all(s.response_ids[-1] != tokenizer.stop_id for s in minibatch.sequences)
+    records = [update(policy, mb, config.algorithm) for mb in batch.minibatches]
+    assert update_metrics(records, kl_coef=0.0)["ratio/own/first_update_max_abs_dev"] == 0.0

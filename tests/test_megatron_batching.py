@@ -44,7 +44,8 @@ def test_pack_lays_sequences_end_to_end() -> None:
         TokenSequence(ids(9), ids(9)),
         TokenSequence(ids(6), ids(7, 8)),
     ]
-    micro = pack([0, 2], sequences, torch.device("cpu"))
+    micro = pack(1, [0, 2], sequences, torch.device("cpu"))
+    assert micro.index == 1
     assert micro.rows == (0, 2)
     assert micro.tokens.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8]]
     assert micro.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2]]
@@ -58,7 +59,7 @@ def test_pack_lays_sequences_end_to_end() -> None:
 
 
 def test_pack_of_nothing_is_a_sequence_without_a_response() -> None:
-    micro = pack([], [], torch.device("cpu"))
+    micro = pack(0, [], [], torch.device("cpu"))
     assert micro.rows == ()
     assert micro.tokens.shape == (1, 2)
     assert micro.targets.shape == micro.predictors.shape == micro.segments.shape == (0,)

@@ -63,7 +63,7 @@ def _type(field: FieldInfo) -> str:
     literals = [value for value in get_args(field.annotation) if isinstance(value, str)]
     if literals:
         return " or ".join(f"`{value}`" for value in literals)
-    names = {"NoneType": "null"}
+    names = {"NoneType": "null", "tuple": "list", "str": "text", "int": "whole number", "float": "number"}
     kinds = [getattr(kind, "__name__", str(kind)) for kind in _alternatives(field.annotation)]
     return " or ".join(names.get(kind, kind) for kind in kinds)
 

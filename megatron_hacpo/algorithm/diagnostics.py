@@ -11,9 +11,19 @@ from torch import Tensor
 
 def own_clip_fraction(s: Tensor, advantage: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """Responses or tokens that `clipped_surrogate` cuts off: out of bounds, on the side where min() bites."""
-    above = (advantage > 0.0) & (s > 1.0 + high)
-    below = (advantage < 0.0) & (s < 1.0 - low)
-    return _share(above | below, advantage != 0.0)
+    above, counted = surrogate_clip_high_fraction(s, advantage, high)
+    below, _ = surrogate_clip_low_fraction(s, advantage, low)
+    return above + below, counted
+
+
+def surrogate_clip_high_fraction(s: Tensor, advantage: Tensor, high: float) -> tuple[Tensor, Tensor]:
+    """Those of `own_clip_fraction` that are above the bounds: wanted, and already more likely."""
+    return _share((advantage > 0.0) & (s > 1.0 + high), advantage != 0.0)
+
+
+def surrogate_clip_low_fraction(s: Tensor, advantage: Tensor, low: float) -> tuple[Tensor, Tensor]:
+    """Those of `own_clip_fraction` that are below the bounds: unwanted, and already less likely."""
+    return _share((advantage < 0.0) & (s < 1.0 - low), advantage != 0.0)
 
 
 def cross_clip_low_fraction(s: Tensor, advantage: Tensor, lower_bound: float) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ def _any_of(texts: Iterable[str]) -> str:
 
 
 def _composed(text: str) -> str:
-    return unicodedata.normalize("NFKC", text)
+    return unicodedata.normalize("NFC", text)
 
 
 def _decoder_types(description: str) -> set[str]:

@@ -72,10 +72,11 @@ class AgentTokenizer:
         prompts.no_padding()
         bos_id = hf.bos_token_id
         stop_id = _stop_id(folder, hf, prompts, stop_token)
+        stop_ids = tuple(dict.fromkeys([stop_id, *_generation_stop_ids(folder)]))
         return cls(
             path=folder,
             stop_id=stop_id,
-            stop_ids=tuple(dict.fromkeys([stop_id, *_generation_stop_ids(folder)])),
+            stop_ids=stop_ids,
             vocab_size=max(prompts.get_vocab(with_added_tokens=True).values()) + 1,
             fingerprint=_fingerprint(description),
             chat_template=chat_template,
@@ -84,7 +85,9 @@ class AgentTokenizer:
             adds_bos=bos_id is not None and prompts.encode("a").ids[:1] == [bos_id],
             _hf=hf,
             _prompts=prompts,
-            _responses=ResponseCodec(description, stop_id=stop_id, control_ids=hf.all_special_ids),
+            _responses=ResponseCodec(
+                description, stop_id=stop_id, control_ids=[*hf.all_special_ids, *stop_ids]
+            ),
         )
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
@@ -117,7 +120,7 @@ class AgentTokenizer:
                 chat_template=self.chat_template,
                 add_generation_prompt=True,
                 tokenize=False,
-                enable_thinking=False,
+                enable_thinking=False,  # as the paper runs Qwen3; other templates ignore it
             )
         except jinja2.TemplateError as error:
             raise ValueError(

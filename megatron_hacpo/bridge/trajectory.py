@@ -4,8 +4,9 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import msgspec
 import numpy as np
@@ -22,8 +23,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
     reward: the verifier's score, None if there is no valid one.
     finish_reason: "stop" exactly if the last sampled id is a stop token. Every other end, a stop string
         included, is "length".
-    token_count, mean_log_prob: number of sampled tokens in the source's own tokens (stop token included), and
-        the mean of their old log-probs, unrounded; 0 and 0.0 for an empty response.
+    token_count: number of sampled tokens in the source's own tokens, a stop token included.
+    mean_log_prob: mean old log-prob, unrounded, of the tokens that the source trains on: all of them, or
+        (with `exchange.keep_stop: false`) all but the stop token; 0.0 where that leaves none.
     token_ids: int32 little-endian bytes of the sampled ids, None when ids do not travel.
     """
 
@@ -106,9 +108,8 @@ def decode(data: bytes | bytearray) -> Contribution:
 
 def save_atomically(path: Path, data: bytes) -> None:
     """Write a file that is either complete or absent, also after a crash; makes its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with beside.open("wb") as file:
+    with _open_in_new_folder(beside) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -118,6 +119,16 @@ def save_atomically(path: Path, data: bytes) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def _open_in_new_folder(path: Path) -> BinaryIO:
+    """Open for writing, making the folder. Agents that share nothing do not wait for each other, so another
+    one may remove the folder while it is still empty.
+    """
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return path.open("wb")
 
 
 def load(path: Path) -> Contribution:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from megatron_hacpo.config.check_model import model_problems
 from megatron_hacpo.config.errors import ConfigError, line
-from megatron_hacpo.config.schema import RunConfig
+from megatron_hacpo.config.schema import RunConfig, method_value
 
 RESERVED = re.compile(r"logs|step_\d+|config\.yaml|summary\.json|curves\.png", re.IGNORECASE)
 """Names in a run's folder that no agent may have."""
 
 NARROW_TOKEN_CLIP = 0.05
+SHARING_KEYS = ("capability_baseline", "discrepancy_gradient", "cross_clip")
 """Single tokens' ratios leave a narrower window than this at once."""
 
 
@@ -76,16 +77,6 @@ def _group_problems(config: RunConfig, name: str) -> Iterator[str]:
     if sum(counts) < 2:
         wrong = f"gives agent {name} a single response per prompt and so no advantage; use at least 2"
         yield line("rollout.responses_per_prompt", responses[name], wrong)
-    data, prompts = config.agents[name].parallel.data, config.batch.minibatch_prompts
-    for count in sorted(set(counts)):
-        sequences = prompts * count
-        if sequences % data:
-            yield line(
-                ("agents", name, "parallel", "data"),
-                data,
-                f"does not divide a mini-batch's {sequences} sequences (batch.minibatch_prompts {prompts} x "
-                f"{count} responses); use a divisor of {sequences}",
-            )
 
 
 def _optimizer_problems(config: RunConfig) -> Iterator[str]:
@@ -94,11 +85,9 @@ def _optimizer_problems(config: RunConfig) -> Iterator[str]:
         if agent.optimizer != config.optimizer:
             sections[f"agents.{name}.optimizer"] = agent.optimizer
     for key, optimizer in sections.items():
-        if optimizer.schedule == "constant":
-            continue
         if optimizer.min_lr > optimizer.lr:
             yield line(f"{key}.min_lr", optimizer.min_lr, f"above lr = {optimizer.lr:g}; lower it")
-        if optimizer.warmup_steps >= config.run.steps:
+        if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
             wrong = f"leaves no step of run.steps = {config.run.steps} to the schedule; lower it"
             yield line(f"{key}.warmup_steps", optimizer.warmup_steps, wrong)
 
@@ -110,7 +99,8 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         get_verifier(config.reward.verifier)
     except ValueError as error:
         yield str(error)
-    if config.reward.range[0] < 0 and config.algorithm.capability_metric == "mean":
+    compared = config.algorithm.share and len(config.agents) > 1
+    if compared and config.reward.range[0] < 0 and config.algorithm.capability_metric == "mean":
         yield line(
             "algorithm.capability_metric",
             "mean",
@@ -180,6 +170,10 @@ def _window_warning(config: RunConfig) -> str | None:
 
 def _warnings(config: RunConfig) -> Iterator[str]:
     algorithm = config.algorithm
+    for key in ("own_ratio", *(SHARING_KEYS if algorithm.share else ())):
+        value, usual = getattr(algorithm, key), method_value(algorithm.name, key)
+        if value != usual:
+            yield f"algorithm.{key}: {value}: an ablation; {algorithm.name} by itself has {usual}"
     if algorithm.own_ratio == "token" and max(algorithm.clip_low, algorithm.clip_high) < NARROW_TOKEN_CLIP:
         yield (
             f"algorithm.clip_low, clip_high: {algorithm.clip_low:g}, {algorithm.clip_high:g}: "

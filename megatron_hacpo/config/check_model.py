@@ -61,7 +61,7 @@ _SIZES = (
 
 
 def _check_family(hf: dict[str, Any]) -> None:
-    from megatron_hacpo.megatron.families import family_of
+    from megatron_hacpo.families import family_of
 
     try:
         family_of(SimpleNamespace(**{"model_type": None, **hf}))

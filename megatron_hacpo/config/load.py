@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from megatron_hacpo.config import yaml12
 from megatron_hacpo.config.errors import ConfigError, dotted, explain, kind_at, known_keys, unknown_key
-from megatron_hacpo.config.schema import INHERITED, RunConfig
+from megatron_hacpo.config.schema import INHERITED, RunConfig, method_value
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -35,8 +35,15 @@ def resolve(raw: Any, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump(config: RunConfig) -> str:
-    """The resolved configuration as YAML that `load` reads back, agents' sections cut to their overrides."""
+    """The resolved configuration as YAML that `load` reads back.
+
+    Agents' sections are cut to their overrides and `algorithm` to what its method does not imply, so that an
+    override of a shared key or of the method's name still takes effect.
+    """
     values = config.model_dump(mode="json")
+    name = config.algorithm.name
+    departures = {k: v for k, v in values["algorithm"].items() if v != method_value(name, k)}
+    values["algorithm"] = {"name": name, **departures}
     for agent in values["agents"].values():
         for section in INHERITED:
             own = {key: value for key, value in agent[section].items() if value != values[section][key]}

@@ -1,19 +1,6 @@
 """The configuration's shape: one frozen model per section of the file, with the paper's numbers as defaults.
 
-Every method and ablation is configuration alone:
-
-    GRPO                algorithm.name: grpo
-    GSPO                algorithm.name: gspo
-    GSPO x n            algorithm.name: gspo; responses_per_prompt times n, minibatch_prompts over n
-    Naive sharing       algorithm.name: naive
-    HACPO               algorithm.name: hacpo
-    HACPO - Adv         algorithm.capability_baseline: false
-    HACPO - omega       algorithm.discrepancy_gradient: false
-    alpha = 0, 1, 2, 3  algorithm.alpha
-    no stepwise clip    algorithm.delta_step: 0
-    no clip             algorithm.cross_clip: none
-
-A method is a preset (`PRESETS`): it fills the fields of `algorithm` that the file leaves open. What the file
+Every method and ablation is configuration alone (docs/methods.md lists them). A method is a preset (`PRESETS`): it fills the fields of `algorithm` that the file leaves open. What the file
 or a `--set` writes always wins. Fields that a method does not use (gspo's `delta`) may stand there, without
 effect.
 """
@@ -61,17 +48,24 @@ class RunSection(Section):
     """Which run this is. Everything it leaves stands in `dir`/`name`."""
 
     name: Name
+    """Also the folder's name."""
     dir: str = "runs"
+    """Folder of all runs."""
     seed: CountOrZero = 1
+    """Of prompts and sampling; the same seed on the same machine gives the same run."""
     steps: Count
+    """RL steps: rollouts, exchange, and all updates on them."""
 
 
 class ParallelConfig(Section):
     """Sizes of one agent's parallel dimensions; their product is its number of processes."""
 
     tensor: Count = 1
+    """Divides heads, key-value heads and feed-forward width."""
     pipeline: Count = 1
+    """Divides the layers."""
     data: Count = 1
+    """Copies of the model, each with a part of every mini-batch."""
 
     @property
     def world_size(self) -> int:
@@ -79,12 +73,17 @@ class ParallelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with decoupled weight decay. Warm-up and schedule count RL steps, not updates."""
+    """AdamW. Weight decay is decoupled and, as in Megatron, spares vectors (norms and biases). Warm-up and
+    schedule count RL steps, not updates.
+    """
 
     lr: Positive = 1e-6
+    """Highest learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
     eps: Positive = 1e-8
+    """Added to the root of Adam's second moment."""
     weight_decay: NonNegative = 0.01
+    """Of matrices and embeddings."""
     clip_grad: NonNegative = 1.0
     """Largest global gradient norm; 0 does not clip."""
     warmup_steps: CountOrZero = 0
@@ -92,18 +91,24 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """From `lr` after the warm-up to `min_lr` at the last step."""
     min_lr: NonNegative = 0.0
+    """Where a schedule ends."""
 
 
 class RolloutConfig(Section):
     """How responses are drawn. Lengths are tokens of the agent's own tokenizer."""
 
     engine: Literal["local"] = "local"
+    """`local`: a transformers model in the trainer's leader process."""
     responses_per_prompt: Count = 8
     """G."""
     max_prompt_tokens: Count = 1024
+    """A prompt that is longer for any agent is left out for all."""
     max_response_tokens: Count = 4096
+    """Also the longest view of another agent's response."""
     temperature: Positive = 1.0
+    """Of the engine and of all log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """1: no limit."""
     top_k: CountOrZero = 0
     """0: no limit."""
     max_logprob_gap: Positive | None = None
@@ -121,6 +126,7 @@ class AgentConfig(Section):
     model: str
     """A local Hugging Face folder."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of weights and activations; in bfloat16 the optimizer and gradients stay float32."""
     chat_template: str | None = None
     """A Jinja file used instead of the tokenizer's own chat template."""
     plain_template: str | None = None
@@ -155,12 +161,15 @@ class DataConfig(Section):
     """Training prompts: a generated task or a JSONL file."""
 
     task: Literal["rule_arithmetic"] | None = None
+    """The demo's generated prompts."""
     digits: Count = 5
     """Digits of an operand of `rule_arithmetic`."""
     path: str | None = None
+    """A JSONL file of prompts with answers."""
     prompt_key: str = "prompt"
     """Field of the JSONL file: text, or a list of messages with role and content."""
     answer_key: str = "answer"
+    """Field of the JSONL file that the verifier compares with."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
@@ -172,14 +181,12 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """How a response is scored."""
+    """How a response is scored. Without a valid score it is left out of every mean and earns no advantage."""
 
     verifier: str = "exact"
     """`exact`, or a function of your own as `package.module:function`."""
     range: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 1.0)
     """Smallest and largest score that the verifier gives."""
-    on_invalid: Literal["mask"] = "mask"
-    """A response without a valid score is left out of every mean and trains nobody."""
 
     @field_validator("range")
     @classmethod
@@ -193,6 +200,7 @@ class BatchConfig(Section):
     """A step's prompts, and how they are cut."""
 
     prompts: Count = 128
+    """Prompts of a step; every agent answers all of them."""
     minibatch_prompts: Count = 64
     """Prompts per optimizer update (P)."""
     microbatch_tokens: Count = 8192
@@ -205,15 +213,18 @@ class BatchConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The objective; see the module's table for how each method is written."""
+    """The objective; docs/methods.md says how each method and ablation is written."""
 
     name: Literal["hacpo", "gspo", "grpo", "naive"] = "hacpo"
+    """The preset for the keys that are not set."""
     alpha: NonNegative = 1.0
     """Exponent of the cross responses' weight (eq. 12-14). Without effect in `cross_clip: surrogate`."""
     delta: Annotated[float, Field(gt=0, le=1)] = 0.2
     """The cross ratio's lower bound is 1 - delta + m * delta_step at the step's update m (eq. 12-14)."""
     delta_step: NonNegative = 0.025
+    """How much narrower the window gets with each update of a step."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
+    """See `clip_high`."""
     clip_high: NonNegative = 4e-4
     """Own ratios are clipped to [1 - clip_low, 1 + clip_high]."""
     capability_window: Count = 5
@@ -227,13 +238,15 @@ class AlgorithmConfig(Section):
     cross_clip: Literal["stepwise", "none", "surrogate"] = "stepwise"
     """`none`: no bounds. `surrogate`: cross responses get the own objective, min() and clip included."""
     own_ratio: Literal["sequence", "token"] = "sequence"
+    """Ratio, clip and min() per response (GSPO) or per token (GRPO)."""
     zero_equal_groups: bool = True
     """Advantage 0 on a prompt whose rewards are all equal."""
     baseline_guard: bool = True
-    """A baseline above 1 falls back to the learner's own mean; for rewards in [0, 1]."""
+    """A baseline above 1 falls back to the learner's own mean; only where `reward.range` is [0, 1]."""
     log_ratio_clamp: Positive | None = 10.0
+    """Bound of abs(log s) before exp; null: none."""
     kl_coef: NonNegative = 1e-3
-    """0: the reference model is not loaded."""
+    """Weight of the KL to the starting weights on own responses; 0: no reference is kept."""
     alternate_minibatches: bool = False
     """Own and cross mini-batches take turns instead of own first."""
 
@@ -249,6 +262,11 @@ class AlgorithmConfig(Section):
     def share(self) -> bool:
         """Whether agents train on each other's responses."""
         return self.name in ("hacpo", "naive")
+
+
+def method_value(name: str, key: str) -> object:
+    """What method `name` has for a key of `algorithm` that nobody sets."""
+    return PRESETS[name].get(key, AlgorithmConfig.model_fields[key].default)
 
 
 class ExchangeConfig(Section):
@@ -292,7 +310,9 @@ class ReportConfig(Section):
     rollout_samples: CountOrZero = 4
     """Responses written to samples.jsonl per step."""
     tensorboard: bool = True
+    """Event files in AGENT/tensorboard/."""
     wandb: bool = False
+    """Weights & Biases; needs the extra `wandb`."""
 
 
 class RunConfig(Section):

@@ -27,6 +27,10 @@ class PromptSource(Protocol):
         """The fixed evaluation prompts; empty when there are none."""
         ...
 
+    def dropped(self) -> dict[str, int]:
+        """Prompts left out as too long for some agent, by the configuration key of their file."""
+        ...
+
 
 class TaskSource:
     """The generated task `rule_arithmetic`."""
@@ -48,6 +52,10 @@ class TaskSource:
         """See `PromptSource`."""
         return rule_task.held_out(self._eval_prompts, digits=self._digits)
 
+    def dropped(self) -> dict[str, int]:
+        """See `PromptSource`; the task's prompts all have one length."""
+        return {}
+
 
 class JsonlSource:
     """Prompts of a JSON-lines file, a new permutation each epoch.
@@ -56,7 +64,6 @@ class JsonlSource:
     then starts with prompts that the batch does not hold yet. So every prompt is used once an epoch, no batch
     holds a prompt twice, and a file with fewer prompts than a batch is refused.
 
-    dropped, dropped_held_out: prompts left out because they are too long for some agent.
     """
 
     def __init__(
@@ -80,15 +87,14 @@ class JsonlSource:
         """
         prompts = read_jsonl(path, prompt_key=prompt_key, answer_key=answer_key)
         held_out = read_jsonl(eval_path, prompt_key=prompt_key, answer_key=answer_key) if eval_path else []
-        self.dropped = self.dropped_held_out = 0
+        dropped = dropped_held_out = 0
         if lengths is not None:
             assert max_prompt_tokens is not None
-            prompts, self.dropped = filter_long(prompts, lengths(prompts), max_prompt_tokens)
-            held_out, self.dropped_held_out = filter_long(held_out, lengths(held_out), max_prompt_tokens)
+            prompts, dropped = filter_long(prompts, lengths(prompts), max_prompt_tokens)
+            held_out, dropped_held_out = filter_long(held_out, lengths(held_out), max_prompt_tokens)
+        self._dropped = {"data.path": dropped, "evaluation.path": dropped_held_out}
         if len(prompts) < batch_size:
-            reason = (
-                f" ({self.dropped} longer than rollout.max_prompt_tokens dropped)" if self.dropped else ""
-            )
+            reason = f" ({dropped} longer than rollout.max_prompt_tokens dropped)" if dropped else ""
             raise ValueError(
                 f"data.path: {path} has {len(prompts)} usable prompts{reason}, fewer than batch.prompts "
                 f"{batch_size}; lower batch.prompts or add prompts"
@@ -107,6 +113,10 @@ class JsonlSource:
     def held_out(self) -> list[Prompt]:
         """See `PromptSource`."""
         return self._held_out
+
+    def dropped(self) -> dict[str, int]:
+        """See `PromptSource`."""
+        return self._dropped
 
     def _index(self, position: int) -> int:
         """The prompt at `position` of the endless sequence of epochs."""

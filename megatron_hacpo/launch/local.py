@@ -35,12 +35,13 @@ def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host
     Raises ConfigError when the run's folder is taken, WorkerFailed and Interrupted as `supervise` does.
     """
     started = time.monotonic()
+    check_prompts(config, console)
+    store = serve_store(host)
     prepare_run_dir(config, overwrite=overwrite)
     console.print(
         f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps; logs in {config.path}/logs",
         highlight=False,
     )
-    store = serve_store(host)
     workers = [worker(rank, config.path, f"{host}:{store.port}") for rank in placement(config)]
     with RunView(config.path, config.names, config.run.steps, console) as view:
         supervise(workers, on_tick=view.tick)
@@ -48,6 +49,19 @@ def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host
     draw_curves(config.path)
     console.print(table(summary))
     console.print(f"{summary['wall_seconds']:.0f} s; everything is in {config.path}", highlight=False)
+
+
+def check_prompts(config: RunConfig, console: Console) -> None:
+    """Load every tokenizer and render every prompt once, so that no process starts on what cannot work.
+
+    Raises ValueError as they do; says how many prompts are left out because some agent finds them too long.
+    """
+    from megatron_hacpo.inputs import load_tokenizers, open_prompts
+
+    source = open_prompts(config, load_tokenizers(config))
+    for key, dropped in source.dropped().items():
+        if dropped:
+            console.print(f"{key}: {dropped} prompts longer than rollout.max_prompt_tokens are left out")
 
 
 def prepare_run_dir(config: RunConfig, *, overwrite: bool) -> None:
@@ -94,7 +108,11 @@ def serve_store(host: str) -> "TCPStore":
     """The store of the whole run, on a free port of `host` alone (TCPStore by itself binds every address)."""
     from torch.distributed import TCPStore
 
-    with socket.create_server((host, 0)) as listener:
+    try:
+        listener = socket.create_server((host, 0))
+    except OSError as error:
+        raise ConfigError([f"--host: {host}: cannot listen there ({error.strerror or error})"]) from None
+    with listener:
         port = listener.getsockname()[1]
         store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.fileno()

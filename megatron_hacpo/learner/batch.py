@@ -43,15 +43,13 @@ class LearnerMiniBatch:
 @dataclass(frozen=True)
 class StepBatch:
     """A learner's step. capability: P-hat by agent. advantages: of all responses, [P, R].
-    first_column: where each source's responses stand among the R columns. dropped: unusable responses among
-    those with a signal, by reason. skipped: cross responses left out because their advantage is 0; crossing:
-    all cross responses.
+    dropped: own and cross responses that the learner cannot use, by reason. skipped: cross responses left out
+    because their advantage is 0; crossing: all cross responses.
     """
 
     minibatches: list[LearnerMiniBatch]
     capability: dict[str, float]
     advantages: AdvantageResult
-    first_column: list[int]
     dropped: Counter[str]
     skipped: int
     crossing: int
@@ -68,7 +66,8 @@ def build(
     config: RunConfig,
 ) -> StepBatch:
     """The learner's mini-batches of one step. `pool[learner]` is what `own` sent."""
-    rewards = [reward_matrix(c, config.batch.prompts) for c in pool]
+    groups = [config.agents[c.agent].rollout.responses_per_prompt for c in pool]
+    rewards = [reward_matrix(c, config.batch.prompts, group) for c, group in zip(pool, groups, strict=True)]
     tracker.update({c.agent: r for c, r in zip(pool, rewards, strict=True)})
     capability = {c.agent: tracker.capability(c.agent) for c in pool}
     mine = capability[pool[learner].agent]
@@ -83,13 +82,10 @@ def build(
         baseline_guard=config.algorithm.baseline_guard,
         reward_range_unit=config.reward.range == (0.0, 1.0),
     )
-    first_column = [sum(r.shape[1] for r in rewards[:j]) for j in range(len(pool))]
-    by_source = [
-        result.advantages[:, first : first + r.shape[1]]
-        for first, r in zip(first_column, rewards, strict=True)
-    ]
+    by_source = result.advantages.split(groups, dim=1)
 
-    minibatches, dropped, skipped = [], Counter[str](), 0
+    minibatches, skipped = [], 0
+    dropped = sum((block.dropped for block in own.blocks), Counter[str]())
     order = _order(len(pool), learner, step, config)
     blocks = iter(own.blocks)
     for place in order:
@@ -113,7 +109,7 @@ def build(
             dropped += reasons
             skipped += int((block_advantages == 0.0).sum())
     crossing = sum(r.numel() for j, r in enumerate(rewards) if j != learner)
-    return StepBatch(minibatches, capability, result, first_column, dropped, skipped, crossing)
+    return StepBatch(minibatches, capability, result, dropped, skipped, crossing)
 
 
 def own_minibatches(config: RunConfig) -> list[MiniBatch]:
@@ -121,14 +117,16 @@ def own_minibatches(config: RunConfig) -> list[MiniBatch]:
     return minibatch_order(1, 0, 1, config.batch.prompts, config.batch.minibatch_prompts)
 
 
-def reward_matrix(contribution: Contribution, prompts: int) -> torch.Tensor:
-    """Rewards of one source, float64 [P, G_j], NaN = no valid reward. Raises ValueError for a wrong count."""
-    group, rest = divmod(len(contribution.trajectories), prompts)
-    expected = [row // group for row in range(prompts * group)] if group and not rest else None
-    if [t.prompt for t in contribution.trajectories] != expected:
+def reward_matrix(contribution: Contribution, prompts: int, group: int) -> torch.Tensor:
+    """Rewards of one source, float64 [P, G_j], NaN = no valid reward.
+
+    Raises ValueError unless there are `group` trajectories for each prompt, in prompt order.
+    """
+    if [t.prompt for t in contribution.trajectories] != [row // group for row in range(prompts * group)]:
         raise ValueError(
-            f"exchange: the {len(contribution.trajectories)} trajectories of agent {contribution.agent} are "
-            f"not equally many, in order, for each of {prompts} prompts"
+            f"agents.{contribution.agent}.rollout.responses_per_prompt: {group}: the agent sent other than "
+            f"that many responses to each of {prompts} prompts ({len(contribution.trajectories)} in all); "
+            "start all agents with one config"
         )
     values = [float("nan") if t.reward is None else t.reward for t in contribution.trajectories]
     return torch.tensor(values, dtype=torch.float64).reshape(prompts, group)
@@ -177,11 +175,11 @@ def _cross_minibatch(
     max_tokens: int,
     exchange: ExchangeConfig,
 ) -> tuple[LearnerMiniBatch, Counter[str]]:
-    """Responses without a signal are left out: they would add exactly nothing."""
+    """Unusable responses are counted, and those without a signal left out: they would add exactly nothing."""
     group = len(block_advantages) // (place.prompt_stop - place.prompt_start)
     first = place.prompt_start * group
     rows, sequences, dropped = [], [], Counter[str]()
-    for row in (block_advantages != 0.0).nonzero()[:, 0].tolist():
+    for row, advantage in enumerate(block_advantages.tolist()):
         trajectory = source.trajectories[first + row]
         view = cross_view(
             trajectory,
@@ -194,7 +192,7 @@ def _cross_minibatch(
         )
         if isinstance(view, Dropped):
             dropped[view.reason] += 1
-        else:
+        elif advantage != 0.0:
             rows.append(row)
             sequences.append(TokenSequence(prompt_ids[trajectory.prompt], view.response_ids))
     minibatch = LearnerMiniBatch(

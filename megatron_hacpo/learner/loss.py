@@ -13,6 +13,7 @@ from megatron_hacpo.algorithm.objective import (
     cross_objective,
     importance_ratio,
     token_clipped_surrogate,
+    token_importance_ratio,
     unclipped_cross_objective,
 )
 from megatron_hacpo.algorithm.segments import segment_sum
@@ -25,6 +26,7 @@ OBJECTIVE, KL = "loss/objective", "loss/kl"
 OWN_TALLIES = (OBJECTIVE, KL, "ratio/own/mean", "ratio/own/abs_dev", "clip/own/fraction")
 CROSS_TALLIES = (
     OBJECTIVE,
+    KL,
     "ratio/cross/mean",
     "cross/rewarded_kept_fraction",
     "clip/cross/low_fraction",
@@ -61,27 +63,29 @@ class _OwnLoss:
         assert minibatch.own is not None
         self._minibatch = minibatch
         self._algorithm = algorithm
-        # The micro-batches come in the order of the plan, in which the old log-probs were computed.
-        self._old_tokens = iter(minibatch.own.log_probs.tokens)
-        self._reference = iter(minibatch.own.reference.tokens) if minibatch.own.reference else None
+        self._old_tokens = minibatch.own.log_probs.tokens
+        self._reference = minibatch.own.reference.tokens if minibatch.own.reference else None
 
     def __call__(
         self, micro: PackedMicroBatch, log_probs: torch.Tensor
     ) -> tuple[torch.Tensor, MicroBatchOutput]:
         algorithm, nominal = self._algorithm, self._minibatch.nominal
-        old_tokens = next(self._old_tokens)
+        old_tokens = self._old_tokens[micro.index]
         ratios, advantages = _ratios(self._minibatch, micro, log_probs, algorithm)
         low, high = algorithm.clip_low, algorithm.clip_high
         if algorithm.own_ratio == "token":
             terms = token_clipped_surrogate(
                 log_probs, old_tokens, micro.segments, advantages, low, high, algorithm.log_ratio_clamp
             )
+            token_ratios = token_importance_ratio(log_probs, old_tokens, algorithm.log_ratio_clamp).detach()
+            clipped = diagnostics.own_clip_fraction(token_ratios, advantages[micro.segments], low, high)
         else:
             terms = clipped_surrogate(ratios, advantages, low, high)
+            clipped = diagnostics.own_clip_fraction(ratios.detach(), advantages, low, high)
         objective = terms.sum() / nominal
         kl = torch.zeros_like(objective)
         if self._reference is not None:
-            penalties = sequence_kl(log_probs, next(self._reference), micro.segments, len(micro.rows))
+            penalties = sequence_kl(log_probs, self._reference[micro.index], micro.segments, len(micro.rows))
             kl = penalties.sum() / nominal
         s = ratios.detach()
         tallies = _tallies(
@@ -89,7 +93,7 @@ class _OwnLoss:
             _value(kl),
             _mean(s),
             _mean((s - 1.0).abs()),
-            diagnostics.own_clip_fraction(s, advantages, low, high),
+            clipped,
         )
         loss = algorithm.kl_coef * kl - objective
         return loss, MicroBatchOutput(micro.rows, s, tallies)
@@ -107,32 +111,32 @@ class _CrossLoss:
     ) -> tuple[torch.Tensor, MicroBatchOutput]:
         algorithm, omega = self._algorithm, self._minibatch.omega
         ratios, advantages = _ratios(self._minibatch, micro, log_probs, algorithm)
-        lower, upper = cross_window(algorithm, self._minibatch.place.m)
-        if algorithm.cross_clip == "stepwise":
-            terms = cross_objective(ratios, advantages, omega, algorithm.alpha, lower)
-        elif algorithm.cross_clip == "none":
-            terms = unclipped_cross_objective(ratios, advantages, omega, algorithm.alpha)
+        s, low, high = ratios.detach(), algorithm.clip_low, algorithm.clip_high
+        if algorithm.cross_clip == "surrogate":
+            terms = clipped_surrogate(ratios, omega * advantages, low, high)
+            kept = diagnostics.rewarded_kept_fraction(s, advantages, 0.0, 1.0 + high)
+            below = diagnostics.surrogate_clip_low_fraction(s, advantages, low)
+            above = diagnostics.surrogate_clip_high_fraction(s, advantages, high)
         else:
-            terms = clipped_surrogate(ratios, omega * advantages, algorithm.clip_low, algorithm.clip_high)
+            lower, upper = cross_window(algorithm, self._minibatch.place.m)
+            if algorithm.cross_clip == "stepwise":
+                terms = cross_objective(ratios, advantages, omega, algorithm.alpha, lower)
+            else:
+                terms = unclipped_cross_objective(ratios, advantages, omega, algorithm.alpha)
+            kept = diagnostics.rewarded_kept_fraction(s, advantages, lower, upper)
+            below = diagnostics.cross_clip_low_fraction(s, advantages, lower)
+            above = diagnostics.cross_clip_high_fraction(s, advantages, upper)
         objective = terms.sum() / self._minibatch.nominal
-        s = ratios.detach()
-        tallies = _tallies(
-            _value(objective),
-            _mean(s),
-            diagnostics.rewarded_kept_fraction(s, advantages, lower, upper),
-            diagnostics.cross_clip_low_fraction(s, advantages, lower),
-            diagnostics.cross_clip_high_fraction(s, advantages, upper),
-        )
+        no_kl = _value(torch.zeros_like(objective))
+        tallies = _tallies(_value(objective), no_kl, _mean(s), kept, below, above)
         return -objective, MicroBatchOutput(micro.rows, s, tallies)
 
 
 def cross_window(algorithm: AlgorithmConfig, m: int) -> tuple[float, float]:
-    """The ratios between which a rewarded cross response gives a gradient in mini-batch m."""
-    if algorithm.cross_clip == "stepwise":
-        return window_lower_bound(m, algorithm.delta, algorithm.delta_step), 1.0
-    if algorithm.cross_clip == "surrogate":
-        return 0.0, 1.0 + algorithm.clip_high
-    return 0.0, math.inf
+    """The ratios between which a cross response gives a gradient in mini-batch m."""
+    if algorithm.cross_clip == "none":
+        return 0.0, math.inf
+    return window_lower_bound(m, algorithm.delta, algorithm.delta_step), 1.0
 
 
 def tally_names(minibatch: LearnerMiniBatch) -> tuple[str, ...]:

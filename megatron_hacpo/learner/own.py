@@ -1,5 +1,6 @@
 """An agent's own responses of one step, from the engine to the trainer's log-probs."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -20,7 +21,7 @@ from megatron_hacpo.rollout.base import Response
 
 
 class OwnResponse(msgspec.Struct, frozen=True, kw_only=True):
-    """A sampled and scored response as the leader tells it to its ranks.
+    """A sampled response as the leader tells it to its ranks.
 
     token_ids: int32 bytes. log_probs: float32 bytes, the engine's. reward: None = no valid reward.
     """
@@ -37,12 +38,23 @@ class OwnResponse(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.token_ids) // 4
 
 
+class Sampled(msgspec.Struct, frozen=True):
+    """A step's responses before the trainer has seen them.
+
+    prompt_ids: int32 bytes of each prompt as the engine got it. responses: prompt-major.
+    """
+
+    prompt_ids: list[bytes]
+    responses: list[OwnResponse]
+
+
 @dataclass(frozen=True)
 class OwnBlock:
     """One own mini-batch, laid out once for its log-probs and its update.
 
     rows: indices of its usable responses in the step's own responses, [n]; the other fields follow `rows`.
     counts: int64 [n] tokens. log_probs: under the weights that sampled. reference: under the frozen ones.
+    dropped: why the others are unusable.
     """
 
     rows: list[int]
@@ -51,6 +63,7 @@ class OwnBlock:
     counts: torch.Tensor
     log_probs: LogProbs
     reference: LogProbs | None
+    dropped: Counter[str]
 
     @property
     def mean_log_probs(self) -> torch.Tensor:
@@ -103,8 +116,7 @@ def own_response(response: Response, tokenizer: AgentTokenizer) -> OwnResponse:
 def old_log_probs(
     policy: Policy,
     *,
-    prompt_ids: list[np.ndarray],
-    responses: list[OwnResponse],
+    sampled: Sampled,
     group: int,
     minibatches: Sequence[MiniBatch],
     keep_stop: bool,
@@ -115,26 +127,37 @@ def old_log_probs(
     The micro-batch plan made here is the one that the update uses: the same shapes in the same order through
     the same forward pass, which is what makes own ratios exactly 1 at the first update.
     """
-    blocks = []
+    prompt_ids = [unpack_ids(ids) for ids in sampled.prompt_ids]
+    responses = sampled.responses
+    laid_out = []
     for minibatch in minibatches:
-        rows, sequences = [], []
+        rows, sequences, dropped = [], [], Counter[str]()
         for row in range(minibatch.prompt_start * group, minibatch.prompt_stop * group):
             response = responses[row]
             view = own_view(
                 unpack_ids(response.token_ids), finish_reason=response.finish_reason, keep_stop=keep_stop
             )
-            if not isinstance(view, Dropped):
+            if isinstance(view, Dropped):
+                dropped[view.reason] += 1
+            else:
                 rows.append(row)
                 sequences.append(TokenSequence(prompt_ids[row // group], view.response_ids))
-        plan = policy.plan(sequences)
-        blocks.append(
-            OwnBlock(
-                rows=rows,
-                sequences=sequences,
-                plan=plan,
-                counts=torch.tensor([len(s.response_ids) for s in sequences]),
-                log_probs=policy.log_probs(sequences, plan),
-                reference=policy.reference_log_probs(sequences, plan) if with_reference else None,
-            )
+        laid_out.append((rows, sequences, policy.plan(sequences), dropped))
+    old = [policy.log_probs(sequences, plan) for _, sequences, plan, _ in laid_out]
+    reference: list[LogProbs | None] = [None] * len(laid_out)
+    if with_reference:
+        with policy.reference_weights():
+            reference = [policy.log_probs(sequences, plan) for _, sequences, plan, _ in laid_out]
+    blocks = [
+        OwnBlock(
+            rows=rows,
+            sequences=sequences,
+            plan=plan,
+            counts=torch.tensor([len(s.response_ids) for s in sequences], dtype=torch.int64),
+            log_probs=old[i],
+            reference=reference[i],
+            dropped=dropped,
         )
+        for i, (rows, sequences, plan, dropped) in enumerate(laid_out)
+    ]
     return OwnRollouts(prompt_ids, responses, group, blocks)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from megatron_hacpo.bridge.trajectory import Contribution
+from megatron_hacpo.bridge.view import DROP_REASONS
 from megatron_hacpo.learner.batch import StepBatch
 from megatron_hacpo.learner.loss import CROSS_TALLIES, KL, OWN_TALLIES
 from megatron_hacpo.learner.own import OwnRollouts
@@ -58,7 +59,9 @@ def engine_gap(policy: Policy, own: OwnRollouts) -> dict[str, float | None]:
     sums = torch.zeros(2, dtype=torch.float64, device=policy.world.device)
     largest = torch.zeros(1, dtype=torch.float64, device=policy.world.device)
     for block in own.blocks:
-        for rows, trainer in zip(policy.local_rows(block.plan), block.log_probs.tokens, strict=False):
+        # Only the last pipeline stage has the trainer's log-probs.
+        local = policy.local_rows(block.plan) if block.log_probs.tokens else []
+        for rows, trainer in zip(local, block.log_probs.tokens, strict=True):
             if not rows:
                 continue
             # Without its stop token (`exchange.keep_stop: false`) a view is shorter than what was sampled.
@@ -76,7 +79,7 @@ def engine_gap(policy: Policy, own: OwnRollouts) -> dict[str, float | None]:
     return {GAP_MAX: float(largest), GAP_MEAN: total / count} if count else {GAP_MAX: None, GAP_MEAN: None}
 
 
-def update_metrics(records: Sequence[UpdateRecord]) -> dict[str, float | None]:
+def update_metrics(records: Sequence[UpdateRecord], *, kl_coef: float) -> dict[str, float | None]:
     """Means over the step's updates; null for what no update computed (no cross edge, no signal)."""
     meter = Meter()
     for name in ("grad_norm", *OWN_TALLIES, *CROSS_TALLIES):
@@ -96,7 +99,7 @@ def update_metrics(records: Sequence[UpdateRecord]) -> dict[str, float | None]:
         "updates/nonfinite": sum(r.computed and not r.applied for r in records),
     }
     values = meter.values()
-    if values[KL] is None and any(r.computed for r in records):
+    if kl_coef == 0.0:
         values[KL] = 0.0
     return {**values, **counts}
 
@@ -104,7 +107,7 @@ def update_metrics(records: Sequence[UpdateRecord]) -> dict[str, float | None]:
 def batch_metrics(batch: StepBatch, pool: Sequence[Contribution], learner: int) -> dict[str, float | None]:
     """Capability, advantages and what the bridge left out."""
     capability = {f"capability/{agent}": value for agent, value in batch.capability.items()}
-    dropped = {f"bridge/dropped/{reason}": float(count) for reason, count in batch.dropped.items()}
+    dropped = {f"bridge/dropped/{reason}": float(batch.dropped[reason]) for reason in DROP_REASONS}
     return {
         "capability": batch.capability[pool[learner].agent],
         **capability,

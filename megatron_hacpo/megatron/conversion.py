@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from safetensors import safe_open
 
-from megatron_hacpo.megatron.families import head_size
+from megatron_hacpo.families import head_size
 from megatron_hacpo.megatron.runtime import World
 
 Split = Literal["none", "columns", "vocabulary", "qkv", "gate_up"]

@@ -1,8 +1,9 @@
-"""Megatron-core on machines without CUDA: the one place where the device difference lives.
+"""Megatron-core on machines without CUDA: the one place where Megatron itself is told of the difference.
 
 Megatron-core names CUDA literally (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
 "torch.cuda.FloatTensor"`). On a machine without a GPU, `install` gives every `megatron.core` module a `torch`
-whose CUDA is the CPU; everybody else keeps the real one. With a GPU it does nothing at all.
+whose CUDA is the CPU; everybody else keeps the real one, but for `Tensor.cuda` and `Tensor.type`, which exist
+only once. With a GPU nothing is replaced.
 
 The replaced names are private to Megatron, so only the versions that the tests ran are accepted on CPU.
 """
@@ -11,7 +12,8 @@ import importlib
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from typing import Any
 
@@ -46,12 +48,11 @@ def install() -> None:
                 f"megatron-core: {installed} was not tested without a GPU; "
                 f"install one of {', '.join(TESTED_VERSIONS)} or run on a machine with CUDA"
             )
-        # Megatron's @jit_fuser is torch.compile, which needs a compiler at run time and gains nothing here.
-        torch._dynamo.config.disable = True
         # Nothing that a user of a CPU could act on: Apex and TransformerEngine are for GPUs.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
-    for name in _USED_MODULES:
-        importlib.import_module(f"megatron.core.{name}")
+    with _without_compile() if on_cpu else nullcontext():
+        for name in _USED_MODULES:
+            importlib.import_module(f"megatron.core.{name}")
     if on_cpu:
         _patch_tensor()
         _patch_rng()
@@ -59,6 +60,17 @@ def install() -> None:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
                 module.__dict__["torch"] = proxy
+
+
+@contextmanager
+def _without_compile() -> Iterator[None]:
+    """Megatron's @jit_fuser is torch.compile: it needs a compiler at run time and seconds to import."""
+    real = torch.compile
+    torch.compile = lambda model=None, **_: model if model is not None else lambda fn: fn  # type: ignore
+    try:
+        yield
+    finally:
+        torch.compile = real
 
 
 class _Overlay(types.ModuleType):

@@ -4,6 +4,7 @@ sequence parallelism.
 """
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,12 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-try:
-    import transformer_engine  # noqa: F401
-
-    HAVE_TE = True
-except ImportError:
-    HAVE_TE = False
+HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
 @dataclass

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_hacpo.megatron.families import family_of, head_size
+from megatron_hacpo.families import family_of, head_size
 from megatron_hacpo.megatron.layers import HAVE_TE, layer_spec
 from megatron_hacpo.megatron.runtime import Layout
 

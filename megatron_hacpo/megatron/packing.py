@@ -22,12 +22,14 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class PackedMicroBatch:
-    """rows: the sequences' indices in their mini-batch, [n].
+    """index: its place among this data-parallel rank's micro-batches.
+    rows: the sequences' indices in their mini-batch, [n].
     tokens: int64 [1, t]. positions: int64 [1, t]. attention: their boundaries, for Megatron.
     predictors: int64 [r], the positions whose logits predict the response tokens `targets`, int64 [r].
     segments: int64 [r], the sequence (0 .. n-1) of each response token, non-decreasing.
     """
 
+    index: int
     rows: tuple[int, ...]
     tokens: torch.Tensor
     positions: torch.Tensor
@@ -41,7 +43,9 @@ class PackedMicroBatch:
 _EMPTY = TokenSequence(np.zeros(2, np.int32), np.zeros(0, np.int32))
 
 
-def pack(rows: Sequence[int], sequences: Sequence[TokenSequence], device: torch.device) -> PackedMicroBatch:
+def pack(
+    index: int, rows: Sequence[int], sequences: Sequence[TokenSequence], device: torch.device
+) -> PackedMicroBatch:
     """Lay the sequences `rows` end to end. No rows: one placeholder sequence without a response."""
     chosen = [sequences[row] for row in rows] or [_EMPTY]
     lengths = np.array([len(s) for s in chosen])
@@ -61,6 +65,7 @@ def pack(rows: Sequence[int], sequences: Sequence[TokenSequence], device: torch.
 
     boundaries = tensor(starts, torch.int32)
     return PackedMicroBatch(
+        index=index,
         rows=tuple(rows),
         tokens=tensor(np.concatenate([np.concatenate([s.prompt_ids, s.response_ids]) for s in chosen]))[None],
         positions=tensor(positions)[None],

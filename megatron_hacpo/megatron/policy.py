@@ -46,7 +46,7 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Update:
-    """grad_norm: before clipping; None where nothing was computed. applied: False when it was not finite.
+    """grad_norm: before clipping. applied: False when it or the loss was not finite.
     outputs: what the loss handed back per local micro-batch (last pipeline stage only).
     """
 
@@ -108,7 +108,7 @@ class Policy:
         """Log-probs under the current weights, by the very forward pass that `update` runs on this plan."""
 
         def hand_back(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            return log_probs.sum(), (micro, log_probs)
+            return log_probs.sum(), (micro, log_probs)  # the schedule wants a loss; nobody uses it
 
         with torch.no_grad():
             outputs = self._run(self._micro_batches(sequences, plan), hand_back, forward_only=True)
@@ -118,13 +118,6 @@ class Policy:
                 sums[list(micro.rows)] = segment_sum(log_probs, micro.segments, len(micro.rows))
         sums = self.world.from_last_stage(self.world.sum_over_data(sums))
         return LogProbs([log_probs for _, log_probs in outputs], sums.cpu())
-
-    def reference_log_probs(
-        self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan
-    ) -> LogProbs:
-        """Log-probs under the weights that training started from."""
-        with self._reference_weights():
-            return self.log_probs(sequences, plan)
 
     def update(self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan, loss: Loss) -> Update:
         """One optimizer step on the sum of `loss` over the micro-batches of all data-parallel ranks.
@@ -141,6 +134,7 @@ class Policy:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         outputs = self._run(self._micro_batches(sequences, plan), counted, forward_only=False)
+        # `step` does both again and then clips; it lacks a look at the norm before the weights change.
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
         total = self.world.from_last_stage(self.world.sum_over_data(total))
@@ -160,7 +154,10 @@ class Policy:
     def _micro_batches(
         self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan
     ) -> list[PackedMicroBatch]:
-        return [pack(rows, sequences, self.world.device) for rows in self.local_rows(plan)]
+        return [
+            pack(index, rows, sequences, self.world.device)
+            for index, rows in enumerate(self.local_rows(plan))
+        ]
 
     def _run(self, micro_batches: list[PackedMicroBatch], loss: Loss, *, forward_only: bool) -> list[Any]:
         """`loss` summed over the micro-batches, in Megatron's schedule; the last stage gets its outputs."""
@@ -170,7 +167,10 @@ class Policy:
                 logits, micro, temperature=self._temperature, vocab_size=self.hf_config.vocab_size
             )
             value, output = loss(micro, log_probs)
-            return value, torch.zeros((), dtype=torch.int), output
+            no_tokens = torch.zeros(
+                (), dtype=torch.int
+            )  # the loss is normalised: Megatron has nothing to count
+            return value, no_tokens, output
 
         def forward(batches: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(batches)
@@ -191,7 +191,8 @@ class Policy:
         return [p.detach().to("cpu", copy=True) for p in self.module.parameters()]
 
     @contextmanager
-    def _reference_weights(self) -> Iterator[None]:
+    def reference_weights(self) -> Iterator[None]:
+        """Within, `log_probs` are those under the weights that training started from."""
         assert self._reference is not None, "the policy was built without a reference"
         current = self._weights()
         self._put(self._reference)

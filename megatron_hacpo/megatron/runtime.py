@@ -6,13 +6,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-
-from megatron_hacpo.megatron import cpu
-
-cpu.install()
-
-from megatron.core import parallel_state  # noqa: E402
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class World:
         return buffer.numpy().tobytes()
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The last pipeline stage's value of `tensor` (same shape and dtype everywhere), on every stage."""
+        """`tensor`, overwritten in place by the last pipeline stage's (same shape and dtype everywhere)."""
         if self.layout.pipeline > 1:
             dist.broadcast(
                 tensor,

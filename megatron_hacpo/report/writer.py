@@ -12,12 +12,15 @@ class MetricsWriter:
     """Writes into one agent's folder; exactly one process of the agent has one. Rows carry their `step`."""
 
     def __init__(self, folder: str | Path, *, tensorboard: bool = True, wandb: bool = False) -> None:
-        """folder: RUN_DIR/AGENT, made if missing; existing files are continued."""
+        """folder: RUN_DIR/AGENT, made if missing. Raises ValueError if it holds an earlier run's rows."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
-        self._evaluations = (folder / EVALUATION).open("a", encoding="utf-8")
-        self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
+        for name in (METRICS, EVALUATION, SAMPLES):
+            if (folder / name).exists():
+                raise ValueError(f"run.name: {folder / name} is an earlier run's; choose another name")
+        self._metrics = (folder / METRICS).open("x", encoding="utf-8")
+        self._evaluations = (folder / EVALUATION).open("x", encoding="utf-8")
+        self._samples = (folder / SAMPLES).open("x", encoding="utf-8")
         self._tensorboard = _open_tensorboard(folder) if tensorboard else None
         self._wandb = _open_wandb(folder) if wandb else None
 

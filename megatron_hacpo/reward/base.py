@@ -19,7 +19,7 @@ from megatron_hacpo.data.prompts import Prompt
 class Verifier:
     """A verification function and the name it was asked for by.
 
-    needs_stop: a response that was cut at the token limit scores 0 and `check` does not see it.
+    needs_stop: a response that was cut at the token limit gets the lowest reward; `check` does not see it.
     """
 
     name: str
@@ -64,7 +64,7 @@ def _score_one(
     prompt: Prompt, text: str, finish_reason: str, verifier: Verifier, reward_range: tuple[float, float]
 ) -> float:
     if verifier.needs_stop and finish_reason != "stop":
-        return 0.0
+        return reward_range[0]
     try:
         value = verifier.check(text, prompt.answer)
     except Exception as error:
