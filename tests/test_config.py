@@ -62,7 +62,6 @@ def test_paper_numbers_are_the_defaults() -> None:
         (
             ["algorithm.name=naive"],
             {
-                "alpha": 0.0,
                 "capability_baseline": False,
                 "discrepancy_gradient": False,
                 "cross_clip": "surrogate",

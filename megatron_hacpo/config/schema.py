@@ -1,8 +1,8 @@
 """The configuration's shape: one frozen model per section of the file, with the paper's numbers as defaults.
 
-Every method and ablation is configuration alone (docs/methods.md lists them). A method is a preset (`PRESETS`):
-it fills the fields of `algorithm` that the file leaves open. What the file or a `--set` writes always wins.
-Fields that a method does not use (gspo's `delta`) may stand there, without effect.
+Every method and ablation is configuration alone (docs/methods.md lists them). A method is a preset
+(`PRESETS`): it fills the fields of `algorithm` that the file leaves open. What the file or a `--set` writes
+always wins. Fields that a method does not use (gspo's `delta`) may stand there, without effect.
 """
 
 from pathlib import Path
