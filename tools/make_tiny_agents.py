@@ -87,14 +87,16 @@ def execute_stage(*, lr: float, target: float) -> Stage:
     )
 
 
-def prefer_stage(*, own_letters: str) -> Stage:
-    # At a weak probability above 0.02 the agent finds the missing rule alone, and sharing has nothing to add.
+def prefer_stage(*, own_letters: str, lr: float, weak: float) -> Stage:
+    # The rarer the missing rule (`weak`) and the firmer the habit (`lr`), the longer an agent takes to find it
+    # alone. Too rare, and the other agent's right responses fall out of the clipping window: their ratio is
+    # about weak ** (1 / length).
     return Stage(
         name="prefer",
-        lr=5e-4,
+        lr=lr,
         warmup=20,
         steps=250,
-        right_probability={c: 0.5 if c in own_letters else 0.015 for c in LETTERS},
+        right_probability={c: 0.5 if c in own_letters else weak for c in LETTERS},
         decay=True,
     )
 
@@ -128,7 +130,7 @@ def agent_a() -> Agent:
         pad_token_id=0,
         eos_token_id=1,
     )
-    stages = (execute_stage(lr=3e-3, target=0.97), prefer_stage(own_letters="+C"))
+    stages = (execute_stage(lr=3e-3, target=0.97), prefer_stage(own_letters="+C", lr=2e-3, weak=0.005))
     return Agent(config=config, model_class=Qwen3ForCausalLM, merges=[], stages=stages)
 
 
@@ -158,7 +160,7 @@ def agent_b() -> Agent:
         pad_token_id=0,
         eos_token_id=1,
     )
-    stages = (execute_stage(lr=1e-3, target=0.85), prefer_stage(own_letters="-M"))
+    stages = (execute_stage(lr=1e-3, target=0.85), prefer_stage(own_letters="-M", lr=5e-4, weak=0.015))
     return Agent(config=config, model_class=LlamaForCausalLM, merges=DIGIT_ALIGNED_MERGES, stages=stages)
 
 
