@@ -88,9 +88,9 @@ def execute_stage(*, lr: float, target: float) -> Stage:
 
 
 def prefer_stage(*, own_letters: str, lr: float, weak: float) -> Stage:
-    # The rarer the missing rule (`weak`) and the firmer the habit (`lr`), the longer an agent takes to find it
-    # alone. Too rare, and the other agent's right responses fall out of the clipping window: their ratio is
-    # about weak ** (1 / length).
+    # The rarer the missing rule (`weak`) and the firmer the habit (`lr`), the longer an agent needs to find
+    # that rule alone. Too rare, and the other agent's right responses fall out of the clipping window: their
+    # ratio is about weak ** (1 / length).
     return Stage(
         name="prefer",
         lr=lr,
