@@ -1,42 +1,31 @@
 """Everything that one process of one agent needs, put together from the configuration."""
 
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
-import torch.distributed as dist
-from transformers.utils import logging as transformers_logging
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.bridge.trajectory import Contribution, hash_prompts, pack_ids
-from megatron_hacpo.config import AgentConfig, RunConfig, dump
+from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.source import PromptSource
 from megatron_hacpo.evaluate import evaluate
-from megatron_hacpo.inputs import load_tokenizers, open_prompts
-from megatron_hacpo.learner import report
+from megatron_hacpo.learner import metrics
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
+from megatron_hacpo.learner.metrics import Metrics
 from megatron_hacpo.learner.own import OwnRollouts, Sampled, old_log_probs, own_response
-from megatron_hacpo.learner.report import StepClock
 from megatron_hacpo.learner.update import UpdateRecord, update
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.export import write_hf_folder
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
-from megatron_hacpo.reward import Verifier, get_verifier, score
+from megatron_hacpo.reward import Verifier, score
 from megatron_hacpo.rollout.base import Engine, Sampling
-from megatron_hacpo.rollout.local import LocalEngine
-
-STORE_VARIABLE = "HACPO_STORE"
-"""host:port of the launcher's store, where agents meet."""
 
 _SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
@@ -171,6 +160,19 @@ class Agent:
             for _ in stream:
                 pass
 
+    def check_engine(self, own: OwnRollouts) -> Metrics:
+        """Engine's log-probs against the trainer's; stops the run when they stay apart. On every rank."""
+        gap = metrics.engine_gap(self.policy, own)
+        mean, limit = gap[metrics.GAP_MEAN], self.settings.max_logprob_gap
+        wide = mean is not None and not mean <= limit  # not: NaN is wide
+        self.wide_gap_steps = self.wide_gap_steps + 1 if wide else 0
+        if self.wide_gap_steps >= self.config.checks.max_logprob_gap_steps:
+            raise RuntimeError(
+                f"agent {self.name}: the engine's log-probs are {mean:.2g} from the trainer's in the mean, "
+                f"{self.wide_gap_steps} steps in a row above rollout.max_logprob_gap = {limit:.2g}"
+            )
+        return gap
+
     def report(
         self,
         step: int,
@@ -179,34 +181,24 @@ class Agent:
         pool: Sequence[Contribution],
         batch: StepBatch,
         records: Sequence[UpdateRecord],
-        clock: StepClock,
+        measured: Metrics,
     ) -> None:
-        """Write the step's metrics; stops the run when engine and trainer stay apart."""
-        gap = report.engine_gap(self.policy, own)
-        if self.writer is not None:
-            row = {
-                "step": step,
-                "lr": self.policy.learning_rate,
-                **report.rollout_metrics(own),
-                **report.batch_metrics(batch, pool, self.learner),
-                **report.update_metrics(records, kl_coef=self.config.algorithm.kl_coef),
-                **gap,
-                "time/waiting": self.exchange.waited_seconds,
-                **clock.metrics(),
-            }
-            self.writer.step(row)
-            texts = [p.messages[-1]["content"] for p in prompts]
-            count = self.config.report.rollout_samples
-            self.writer.samples(report.response_samples(step, texts, pool, batch, records, count))
-        mean_gap, limit = gap[report.GAP_MEAN], self.settings.max_logprob_gap
-        wide = mean_gap is not None and not mean_gap <= limit  # not: NaN is wide
-        self.wide_gap_steps = self.wide_gap_steps + 1 if wide else 0
-        if self.wide_gap_steps >= self.config.checks.max_logprob_gap_steps:
-            raise RuntimeError(
-                f"agent {self.name}, step {step}: the engine's log-probs differ from the trainer's by "
-                f"{mean_gap:.2g} in the mean; rollout.max_logprob_gap allows {limit:.2g} and was exceeded in "
-                f"{self.wide_gap_steps} steps in a row"
-            )
+        """Write the step's metrics and some of its responses; `measured` is what only the loop knows."""
+        if self.writer is None:
+            return
+        row = {
+            "step": step,
+            "lr": self.policy.learning_rate,
+            **metrics.rollout_metrics(own),
+            **metrics.batch_metrics(batch, pool, self.learner),
+            **metrics.update_metrics(records, kl_coef=self.config.algorithm.kl_coef),
+            "time/waiting": self.exchange.waited_seconds,
+            **measured,
+        }
+        self.writer.step(row)
+        texts = [p.messages[-1]["content"] for p in prompts]
+        count = self.config.report.rollout_samples
+        self.writer.samples(metrics.response_samples(step, texts, pool, batch, records, count))
 
     def evaluate(self, step: int) -> None:
         """Accuracy on the held-out prompts, into eval.jsonl."""
@@ -231,110 +223,6 @@ class Agent:
         else:
             for _ in stream:
                 pass
-
-
-@contextmanager
-def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
-    """Build this process's part of agent `name` and leave the world together with the others at the end.
-
-    After an error nothing is waited for: the launcher ends the other processes.
-    """
-    transformers_logging.disable_progress_bar()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    settings = config.agents[name]
-    index = config.names.index(name)
-    sources = config.names if config.algorithm.share else [name]
-    timeout = timedelta(minutes=config.exchange.timeout_minutes)
-    store = _launcher_store(timeout)
-    if store is None and len(sources) > 1:
-        raise ValueError(
-            f"{STORE_VARIABLE}: not set, but {name} exchanges with {len(sources) - 1} other agents; "
-            "start the run with `hacpo launch`, or set it to the host:port of the run's TCPStore"
-        )
-    layout = runtime.Layout(**settings.parallel.model_dump())
-    world_store, rank = _world_store(store, name, layout.world_size)
-    world = runtime.start(store=world_store, rank=rank, layout=layout, seed=config.run.seed, timeout=timeout)
-    tokenizers = load_tokenizers(config)
-    dtype = getattr(torch, settings.dtype)
-    policy = Policy(
-        Path(settings.model),
-        world=world,
-        dtype=dtype,
-        optimizer=settings.optimizer,
-        steps=config.run.steps,
-        temperature=settings.rollout.temperature,
-        microbatch_tokens=config.batch.microbatch_tokens,
-        keep_reference=config.algorithm.kl_coef > 0.0,
-    )
-    engine = writer = None
-    if world.is_leader:
-        engine = LocalEngine(
-            settings.model, dtype=dtype, device=world.device, stop_ids=tokenizers[name].stop_ids
-        )
-        config_file = config.path / "config.yaml"
-        if not config_file.exists():  # the launcher writes it; torchrun and srun do not
-            config_file.parent.mkdir(parents=True, exist_ok=True)
-            config_file.write_text(dump(config), encoding="utf-8")
-        writer = MetricsWriter(
-            config.path / name, tensorboard=config.report.tensorboard, wandb=config.report.wandb
-        )
-    agent = Agent(
-        config=config,
-        name=name,
-        index=index,
-        sources=sources,
-        world=world,
-        tokenizer=tokenizers[name],
-        source=open_prompts(config, tokenizers),
-        verifier=get_verifier(config.reward.verifier),
-        policy=policy,
-        exchange=Exchange(
-            store=store,
-            agents=sources,
-            me=name,
-            pool_dir=config.path,
-            keep=config.exchange.keep_steps,
-            timeout=timeout,
-            is_leader=world.is_leader,
-            broadcast=world.broadcast,
-        ),
-        engine=engine,
-        writer=writer,
-        tracker=CapabilityTracker(config.algorithm.capability_window, config.algorithm.capability_metric),
-    )
-    yield agent
-    agent.exchange.close()
-    if writer is not None:
-        writer.close()
-    world.close()
-
-
-def _launcher_store(timeout: timedelta) -> dist.Store | None:
-    address = os.environ.get(STORE_VARIABLE)
-    if address is None:
-        return None
-    host, _, port = address.rpartition(":")
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
-
-
-def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[dist.Store, int]:
-    """Where this agent's ranks meet, and this process's rank: the run's store, else torchrun's, else none."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if size != world_size:
-        raise ValueError(
-            f"agents.{name}.parallel: its sizes multiply to {world_size}, but {size} processes were started; "
-            "start as many as the product, or change the sizes"
-        )
-    if store is not None:
-        return dist.PrefixStore(f"world/{name}", store), rank
-    if "MASTER_ADDR" in os.environ:
-        env_store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=size))
-        return env_store, rank
-    if size > 1:
-        raise ValueError(
-            f"MASTER_ADDR: not set, but agent {name} has {size} processes; use torchrun or `hacpo launch`"
-        )
-    return dist.HashStore(), rank
 
 
 def _seed(*parts: int) -> int:

@@ -1,8 +1,9 @@
 """The loop: one process of one agent. All agents run the same one and meet only in the exchange."""
 
-from megatron_hacpo.agent import Agent, open_agent
+from megatron_hacpo.agent import Agent
+from megatron_hacpo.bootstrap import open_agent
 from megatron_hacpo.config import RunConfig
-from megatron_hacpo.learner.report import StepClock
+from megatron_hacpo.learner.metrics import StepClock
 
 
 def train(config: RunConfig, name: str) -> None:
@@ -19,7 +20,7 @@ def train(config: RunConfig, name: str) -> None:
 def train_step(agent: Agent, step: int) -> None:
     """One step of the algorithm, from prompts to new weights in the engine."""
     clock = StepClock()
-    agent.policy.start_step()
+    agent.policy.advance_learning_rate()
     prompts = agent.source.batch(step)
     with clock("rollout"):
         sampled = agent.generate(prompts, step)
@@ -27,6 +28,7 @@ def train_step(agent: Agent, step: int) -> None:
         scored = agent.score(prompts, sampled)
     with clock("logprob"):
         own = agent.old_log_probs(scored)
+        gap = agent.check_engine(own)
     with clock("exchange"):
         pool = agent.exchange_trajectories(own, prompts, step)
     with clock("update"):
@@ -34,4 +36,4 @@ def train_step(agent: Agent, step: int) -> None:
         records = [agent.update(minibatch, step) for minibatch in batch.minibatches]
     with clock("sync"):
         agent.sync_weights(step)
-    agent.report(step, prompts, own, pool, batch, records, clock)
+    agent.report(step, prompts, own, pool, batch, records, {**gap, **clock.metrics()})

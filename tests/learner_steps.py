@@ -121,7 +121,7 @@ def run_steps(config: RunConfig, name: str, policy: Policy, steps: int) -> list[
     other = next(n for n in config.names if n != name)
     records = []
     for step in range(1, steps + 1):
-        policy.start_step()
+        policy.advance_learning_rate()
         own = own_rollouts(config, policy, tokenizer, step)
         mine = Contribution(
             generation=0,

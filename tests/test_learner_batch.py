@@ -16,8 +16,8 @@ from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.bridge.trajectory import Contribution
 from megatron_hacpo.config import RunConfig
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, reward_matrix
+from megatron_hacpo.learner.metrics import batch_metrics, response_samples, rollout_metrics, update_metrics
 from megatron_hacpo.learner.own import OwnRollouts
-from megatron_hacpo.learner.report import batch_metrics, response_samples, rollout_metrics, update_metrics
 from megatron_hacpo.learner.update import has_signal, update
 from megatron_hacpo.megatron.batching import MicroBatchPlan
 from megatron_hacpo.megatron.policy import LogProbs, Policy
@@ -32,7 +32,7 @@ def config() -> RunConfig:
 @pytest.fixture(scope="module")
 def policy(config: RunConfig, world: World) -> Policy:
     policy = make_policy(config, "A", world)
-    policy.start_step()
+    policy.advance_learning_rate()
     return policy
 
 
@@ -214,7 +214,7 @@ def test_samples_show_what_the_step_trained_on(
     config: RunConfig, own: OwnRollouts, tokenizer: AgentTokenizer, world: World
 ) -> None:
     fresh = make_policy(config, "A", world)
-    fresh.start_step()
+    fresh.advance_learning_rate()
     pool = pool_of(own, tokenizer, other_contribution(config, "B", 1))
     batch = build_pool(config, pool, own, tokenizer)
     records = [update(fresh, mb, config.algorithm) for mb in batch.minibatches]
@@ -244,7 +244,7 @@ def test_three_agents_of_which_two_are_the_same_folder(world: World, tmp_path: P
     )
     policy = make_policy(config, "A", world)
     tokenizer = AgentTokenizer.load(config.agents["A"].model)
-    policy.start_step()
+    policy.advance_learning_rate()
     own = own_rollouts(config, policy, tokenizer, step=2)
     pool = [*pool_of(own, tokenizer, other_contribution(config, "B", 1)), other_contribution(config, "C", 2)]
     batch = build(
@@ -275,7 +275,7 @@ def test_objective_of_every_method_equals_its_formula(variant: str, world: World
     """Each update's objective, recomputed in numpy from the log-probs just before it."""
     config = pair_config(*VARIANTS[variant], "optimizer.lr=2e-3", "optimizer.warmup_steps=0")
     policy = make_policy(config, "A", world)
-    policy.start_step()
+    policy.advance_learning_rate()
     tokenizer = AgentTokenizer.load(config.agents["A"].model)
     own = own_rollouts(config, policy, tokenizer, step=1)
     # The other agent is weaker, so that omega is not 1.
@@ -333,7 +333,7 @@ def test_groups_of_different_size_keep_their_own_nominal_counts(world: World) ->
 def test_without_stop_tokens_own_and_cross_views_lose_them_alike(world: World) -> None:
     config = pair_config("exchange.keep_stop=false", "algorithm.alternate_minibatches=true")
     policy = make_policy(config, "A", world)
-    policy.start_step()
+    policy.advance_learning_rate()
     tokenizer = AgentTokenizer.load(config.agents["A"].model)
     own = own_rollouts(config, policy, tokenizer, step=1, spoiled_rows=(0,))
     assert own.blocks[0].dropped == Counter(empty=1)

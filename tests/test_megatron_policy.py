@@ -190,7 +190,7 @@ def test_update_with_a_loss_that_is_not_finite_changes_nothing(world: World) -> 
     policy = make_policy(config, "A", world)
     sequences = random_sequences(4, vocabulary=19)
     plan = policy.plan(sequences)
-    policy.start_step()
+    policy.advance_learning_rate()
     before = [p.clone() for p in policy.module.parameters()]
     for bad in (float("nan"), float("inf")):
         result = policy.update(
@@ -232,7 +232,7 @@ def test_learning_rate_warms_up_by_rl_steps(world: World) -> None:
     policy = make_policy(config, "A", world)
     rates = []
     for _ in range(6):
-        policy.start_step()
+        policy.advance_learning_rate()
         rates.append(policy.learning_rate)
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3, 1e-3])
 

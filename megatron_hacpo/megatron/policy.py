@@ -95,7 +95,7 @@ class Policy:
         """Of the current RL step."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def start_step(self) -> None:
+    def advance_learning_rate(self) -> None:
         """Advance the learning-rate schedule, which counts RL steps, not updates."""
         self._schedule.step(increment=1)
 

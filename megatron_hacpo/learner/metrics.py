@@ -17,6 +17,9 @@ from megatron_hacpo.learner.update import UpdateRecord
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.meter import Meter
 
+Metrics = dict[str, float | None]
+"""By name; None where a value does not exist."""
+
 FIRST_UPDATE_DEVIATION = "ratio/own/first_update_max_abs_dev"
 GAP_MAX, GAP_MEAN = "logprob/engine_trainer_max_abs_diff", "logprob/engine_trainer_mean_abs_diff"
 
@@ -34,13 +37,13 @@ class StepClock:
         yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """`time/PHASE` of every phase and `time/step` since the clock was made."""
-        phases = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
+        phases: Metrics = {f"time/{phase}": seconds for phase, seconds in self._phases.items()}
         return {**phases, "time/step": time.perf_counter() - self._start}
 
 
-def rollout_metrics(own: OwnRollouts) -> dict[str, float | None]:
+def rollout_metrics(own: OwnRollouts) -> Metrics:
     """Rewards and lengths of the own responses."""
     meter = Meter()
     for name in ("reward/mean", "response/length_mean", "response/truncated_fraction"):
@@ -54,7 +57,7 @@ def rollout_metrics(own: OwnRollouts) -> dict[str, float | None]:
     return {**meter.values(), "reward/count": valid, "reward/invalid": len(own.responses) - valid}
 
 
-def engine_gap(policy: Policy, own: OwnRollouts) -> dict[str, float | None]:
+def engine_gap(policy: Policy, own: OwnRollouts) -> Metrics:
     """|engine's - trainer's| log-prob of the sampled tokens, largest and mean, over all ranks."""
     sums = torch.zeros(2, dtype=torch.float64, device=policy.world.device)
     largest = torch.zeros(1, dtype=torch.float64, device=policy.world.device)
@@ -79,7 +82,7 @@ def engine_gap(policy: Policy, own: OwnRollouts) -> dict[str, float | None]:
     return {GAP_MAX: float(largest), GAP_MEAN: total / count} if count else {GAP_MAX: None, GAP_MEAN: None}
 
 
-def update_metrics(records: Sequence[UpdateRecord], *, kl_coef: float) -> dict[str, float | None]:
+def update_metrics(records: Sequence[UpdateRecord], *, kl_coef: float) -> Metrics:
     """Means over the step's updates; null for what no update computed (no cross edge, no signal)."""
     meter = Meter()
     for name in ("grad_norm", *OWN_TALLIES, *CROSS_TALLIES):
@@ -104,7 +107,7 @@ def update_metrics(records: Sequence[UpdateRecord], *, kl_coef: float) -> dict[s
     return {**values, **counts}
 
 
-def batch_metrics(batch: StepBatch, pool: Sequence[Contribution], learner: int) -> dict[str, float | None]:
+def batch_metrics(batch: StepBatch, pool: Sequence[Contribution], learner: int) -> Metrics:
     """Capability, advantages and what the bridge left out."""
     capability = {f"capability/{agent}": value for agent, value in batch.capability.items()}
     dropped = {f"bridge/dropped/{reason}": float(batch.dropped[reason]) for reason in DROP_REASONS}

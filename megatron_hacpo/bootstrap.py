@@ -1,0 +1,129 @@
+"""From a configuration and an environment to one working process of one agent."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers.utils import logging as transformers_logging
+
+from megatron_hacpo.agent import Agent
+from megatron_hacpo.algorithm.capability import CapabilityTracker
+from megatron_hacpo.bridge.exchange import Exchange
+from megatron_hacpo.config import RunConfig, dump
+from megatron_hacpo.inputs import load_tokenizers, open_prompts
+from megatron_hacpo.megatron import runtime
+from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.report.writer import MetricsWriter
+from megatron_hacpo.reward import get_verifier
+from megatron_hacpo.rollout.local import LocalEngine
+
+STORE_VARIABLE = "HACPO_STORE"
+"""host:port of the run's store, where agents meet."""
+
+
+@contextmanager
+def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
+    """Build this process's part of agent `name` and leave the world together with the others at the end.
+
+    After an error nothing is waited for: the launcher ends the other processes.
+    """
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    settings = config.agents[name]
+    index = config.names.index(name)
+    sources = config.names if config.algorithm.share else [name]
+    timeout = timedelta(minutes=config.exchange.timeout_minutes)
+    store = _launcher_store(timeout)
+    if store is None and len(sources) > 1:
+        raise ValueError(
+            f"{STORE_VARIABLE}: not set, but {name} exchanges with {len(sources) - 1} other agents; "
+            "start the run with `hacpo launch`, or set it to the host:port of the run's TCPStore"
+        )
+    layout = runtime.Layout(**settings.parallel.model_dump())
+    world_store, rank = _world_store(store, name, layout.world_size)
+    world = runtime.start(store=world_store, rank=rank, layout=layout, seed=config.run.seed, timeout=timeout)
+    tokenizers = load_tokenizers(config)
+    dtype = getattr(torch, settings.dtype)
+    policy = Policy(
+        Path(settings.model),
+        world=world,
+        dtype=dtype,
+        optimizer=settings.optimizer,
+        steps=config.run.steps,
+        temperature=settings.rollout.temperature,
+        microbatch_tokens=config.batch.microbatch_tokens,
+        keep_reference=config.algorithm.kl_coef > 0.0,
+    )
+    engine = writer = None
+    if world.is_leader:
+        engine = LocalEngine(
+            settings.model, dtype=dtype, device=world.device, stop_ids=tokenizers[name].stop_ids
+        )
+        config_file = config.path / "config.yaml"
+        if not config_file.exists():  # the launcher writes it; torchrun and srun do not
+            config_file.parent.mkdir(parents=True, exist_ok=True)
+            config_file.write_text(dump(config), encoding="utf-8")
+        writer = MetricsWriter(
+            config.path / name, tensorboard=config.report.tensorboard, wandb=config.report.wandb
+        )
+    agent = Agent(
+        config=config,
+        name=name,
+        index=index,
+        sources=sources,
+        world=world,
+        tokenizer=tokenizers[name],
+        source=open_prompts(config, tokenizers),
+        verifier=get_verifier(config.reward.verifier),
+        policy=policy,
+        exchange=Exchange(
+            store=store,
+            agents=sources,
+            me=name,
+            pool_dir=config.path,
+            keep=config.exchange.keep_steps,
+            timeout=timeout,
+            is_leader=world.is_leader,
+            broadcast=world.broadcast,
+        ),
+        engine=engine,
+        writer=writer,
+        tracker=CapabilityTracker(config.algorithm.capability_window, config.algorithm.capability_metric),
+    )
+    yield agent
+    agent.exchange.close()
+    if writer is not None:
+        writer.close()
+    world.close()
+
+
+def _launcher_store(timeout: timedelta) -> dist.Store | None:
+    address = os.environ.get(STORE_VARIABLE)
+    if address is None:
+        return None
+    host, _, port = address.rpartition(":")
+    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+
+
+def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[dist.Store, int]:
+    """Where this agent's ranks meet, and this process's rank: the run's store, else torchrun's, else none."""
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if size != world_size:
+        raise ValueError(
+            f"agents.{name}.parallel: its sizes multiply to {world_size}, but {size} processes were started; "
+            "start as many as the product, or change the sizes"
+        )
+    if store is not None:
+        return dist.PrefixStore(f"world/{name}", store), rank
+    if "MASTER_ADDR" in os.environ:
+        env_store, _, _ = next(dist.rendezvous("env://", rank=rank, world_size=size))
+        return env_store, rank
+    if size > 1:
+        raise ValueError(
+            f"MASTER_ADDR: not set, but agent {name} has {size} processes; use torchrun or `hacpo launch`"
+        )
+    return dist.HashStore(), rank
