@@ -1,11 +1,12 @@
 """Everything that one process of one agent needs, put together from the configuration."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
+import torch
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
@@ -153,7 +154,7 @@ class Agent:
 
     def sync_weights(self, step: int) -> None:
         """Give the engine the policy's weights."""
-        stream = self.policy.export()
+        stream = self._finite(self.policy.export(), step)
         if self.engine is not None:
             self.engine.update_weights(stream, step)
         else:
@@ -214,6 +215,16 @@ class Agent:
             reward_range=self.config.reward.range,
         )
         self.writer.evaluation({"step": step, **result})
+
+    def _finite(
+        self, stream: Iterator[tuple[str, torch.Tensor]], step: int
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in stream:
+            if not bool(tensor.isfinite().all()):
+                raise RuntimeError(
+                    f"agent {self.name}, step {step}: {name} is not finite after the step's updates"
+                )
+            yield name, tensor
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""

@@ -32,7 +32,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
     After an error nothing is waited for: the launcher ends the other processes.
     """
     transformers_logging.disable_progress_bar()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.set_num_threads(_number("OMP_NUM_THREADS", 1))
     settings = config.agents[name]
     index = config.names.index(name)
     sources = config.names if config.algorithm.share else [name]
@@ -106,12 +106,18 @@ def _launcher_store(timeout: timedelta) -> dist.Store | None:
     if address is None:
         return None
     host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(
+            f"{STORE_VARIABLE}: {address!r} is not HOST:PORT; set it to where the run's store listens"
+        )
     return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
 
 
 def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[dist.Store, int]:
     """Where this agent's ranks meet, and this process's rank: the run's store, else torchrun's, else none."""
-    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    rank, size = _number("RANK", 0), _number("WORLD_SIZE", 1)
+    if rank >= size:
+        raise ValueError(f"RANK: {rank} is not below WORLD_SIZE = {size}; ranks count from 0")
     if size != world_size:
         raise ValueError(
             f"agents.{name}.parallel: its sizes multiply to {world_size}, but {size} processes were started; "
@@ -127,3 +133,11 @@ def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[
             f"MASTER_ADDR: not set, but agent {name} has {size} processes; use torchrun or `hacpo launch`"
         )
     return dist.HashStore(), rank
+
+
+def _number(variable: str, default: int) -> int:
+    """A whole number from the environment; of a list such as OMP_NUM_THREADS=4,2 the first."""
+    value = os.environ.get(variable, str(default)).split(",")[0]
+    if not value.isdigit():
+        raise ValueError(f"{variable}: {value!r} is not a whole number; correct the environment")
+    return int(value)

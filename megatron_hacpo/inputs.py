@@ -19,7 +19,7 @@ def open_prompts(config: RunConfig, tokenizers: Mapping[str, AgentTokenizer]) ->
 
     def lengths(prompts: Sequence[Prompt]) -> dict[str, list[int]]:
         return {
-            name: [len(tokenizer.render_prompt(p.messages)) for p in prompts]
+            name: [_token_count(prompt, name, tokenizer) for prompt in prompts]
             for name, tokenizer in tokenizers.items()
         }
 
@@ -38,8 +38,21 @@ def open_prompts(config: RunConfig, tokenizers: Mapping[str, AgentTokenizer]) ->
     )
 
 
+def _token_count(prompt: Prompt, agent: str, tokenizer: AgentTokenizer) -> int:
+    """Tokens of a rendered prompt; ValueError if the agent would read something else than what it says."""
+    if lost := tokenizer.lost_characters(prompt.messages):
+        raise ValueError(
+            f"prompt {prompt.id}: agent {agent}'s vocabulary has no token for {lost!r}; "
+            "remove the prompt or change it"
+        )
+    count = len(tokenizer.render_prompt(prompt.messages))
+    if count == 0:
+        raise ValueError(f"prompt {prompt.id}: no tokens for agent {agent}; remove the prompt or change it")
+    return count
+
+
 def _tokenizer(agent: AgentConfig) -> AgentTokenizer:
-    template = None if agent.chat_template is None else Path(agent.chat_template).read_text()
+    template = None if agent.chat_template is None else Path(agent.chat_template).read_text("utf-8")
     return AgentTokenizer.load(
         agent.model,
         chat_template=template,

@@ -195,7 +195,7 @@ BAD_VALUES = [
         'algorithm.name: "GSPO": not one of hacpo, gspo, grpo, naive; did you mean gspo?',
     ),
     ("reward.range=[1, 0]", "reward.range: [1, 0]: does not rise; write it as [smallest, largest]"),
-    ("rollout.temperature=0", "rollout.temperature: 0: must be above 0; raise it"),
+    ("rollout.temperature=0", "rollout.temperature: 0: must be at least 0.01; raise it"),
     ("agents={}", "agents: {}: empty; name at least one agent"),
     ("agents.A.model=null", "agents.A.model: null: not text; put it in quotes"),
     ("agents.C={}", "agents.C.model: missing; add it"),

@@ -153,8 +153,20 @@ def _sharded(folder: Path) -> None:
             "config.json: num_hidden_layers is None; it must be",
         ),
         (
+            edit_json("config.json", num_hidden_layers=1),
+            "model.layers.1.input_layernorm.weight is [48] in the safetensors files and absent by config",
+        ),
+        (
+            edit_json("config.json", tie_word_embeddings=False),
+            "lm_head.weight is absent in the safetensors files and [19, 48] by config.json",
+        ),
+        (
+            edit_json("config.json", num_key_value_heads=3),
+            "config.json: num_key_value_heads is 3; it must divide num_attention_heads = 4",
+        ),
+        (
             edit_json("config.json", vocab_size=18),
-            "tokenizer.json has 19 token ids, config.json has vocab_size 18;",
+            "model.embed_tokens.weight is [19, 48] in the safetensors files and [18, 48] by config.json",
         ),
         (
             _remove("model.safetensors"),

@@ -237,3 +237,13 @@ def test_one_update_that_is_not_finite_is_skipped_and_counted(runs: Path) -> Non
     for agent in "AB":
         state = AutoModelForCausalLM.from_pretrained(run / agent / "hf").state_dict()
         assert all(bool(tensor.isfinite().all()) for tensor in state.values())
+
+
+def test_weights_that_are_not_finite_are_never_exported(runs: Path) -> None:
+    """A weight decay that overflows the weights while gradients stay finite: only the weights themselves tell."""
+    done = start(
+        runs, "decayed", "optimizer.weight_decay=1e42", "optimizer.warmup_steps=0", "evaluation.prompts=0"
+    )
+    assert done.returncode == 1
+    assert "step 1" in done.stderr
+    assert not (runs / "decayed/A/hf").exists()

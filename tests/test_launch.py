@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_hacpo.config import ConfigError, RunConfig, load
-from megatron_hacpo.launch.local import describe_failure, prepare_run_dir, serve_store, worker
+from megatron_hacpo.launch.local import describe_failure, lock_run, prepare_run_dir, serve_store, worker
 from megatron_hacpo.launch.placement import Rank, placement
 from megatron_hacpo.launch.supervise import GUARD, Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
@@ -314,3 +314,12 @@ def test_a_half_written_row_waits(tmp_path: Path) -> None:
         file.flush()
         view.tick()
         assert view._agents["A"].steps == 1
+
+
+def test_a_run_that_is_going_on_is_not_overwritten(tmp_path: Path) -> None:
+    config = load(PAIR, [f"run.dir={tmp_path}"])
+    held = lock_run(config)
+    with pytest.raises(ConfigError, match="a run of this name is going on"):
+        lock_run(config)
+    held.close()
+    lock_run(config).close()

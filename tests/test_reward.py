@@ -65,7 +65,7 @@ def test_a_wider_range_accepts_its_ends() -> None:
 def test_an_exception_names_the_prompt() -> None:
     verifier = Verifier("number", lambda text, answer: float(text == answer) / float(text))
     with pytest.raises(
-        RuntimeError, match="verifier number failed on prompt p1: ZeroDivisionError"
+        ValueError, match=r"reward.verifier: number failed on prompt p1 \(ZeroDivisionError"
     ) as caught:
         score(PROMPTS, ["1", "0"], ["stop"] * 2, verifier, reward_range=UNIT)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -95,5 +95,10 @@ def test_custom_verifiers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     }.items():
         with pytest.raises(ValueError, match=f"reward.verifier: .*{message}"):
             get_verifier(name)
-    with pytest.raises(ModuleNotFoundError, match="module_that_is_not_there"):
+    with pytest.raises(
+        ValueError, match=r"reward.verifier: importing my_broken failed .*module_that_is_not_there"
+    ):
         get_verifier("my_broken:f")
+    (tmp_path / "my_exit.py").write_text("raise SystemExit(5)\n")
+    with pytest.raises(ValueError, match=r"reward.verifier: importing my_exit failed \(SystemExit"):
+        get_verifier("my_exit:f")

@@ -57,9 +57,11 @@ class Exchange:
         self._is_leader = is_leader
         self._broadcast = broadcast
         self._chunk_bytes = chunk_bytes
+        self._arrivals: dist.Store | None = None
         self._group: Any = None  # torch's stubs lack the collectives of ProcessGroupGloo
         if is_leader and len(agents) > 1:
             assert store is not None, "several agents need the launcher's store"
+            self._arrivals = dist.PrefixStore(f"arrivals/{generation}", store)
             prefixed = dist.PrefixStore(f"exchange/{generation}", store)
             self._group = dist.ProcessGroupGloo(prefixed, self._agents.index(me), len(agents), timeout)
 
@@ -76,7 +78,7 @@ class Exchange:
             assert contribution.agent == self._me
             data = encode(contribution)
             self._keep_in_pool(contribution.step, data)
-            parts = [*self._gather_bytes(data)]
+            parts = [*self._gather_bytes(data, contribution.step)]
         pool = []  # decoded one by one, so that each one's bytes are freed
         for i, agent in enumerate(self._agents):
             part, parts[i] = parts[i], None
@@ -100,13 +102,24 @@ class Exchange:
                     file.parent.rmdir()
                     folder.rmdir()
 
-    def _gather_bytes(self, data: bytes) -> list[bytes]:
+    def _gather_bytes(self, data: bytes, step: int) -> list[bytes]:
         if self._group is None:
             return [data]
         n = len(self._agents)
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(n)]
         start = time.monotonic()
-        self._group.allgather([lengths], [torch.tensor([len(data)])]).wait()
+        assert self._arrivals is not None
+        self._arrivals.set(f"{step}/{self._me}", "here")
+        try:
+            self._group.allgather([lengths], [torch.tensor([len(data)])]).wait()
+        except RuntimeError as error:
+            absent = [a for a in self._agents if not self._arrivals.check([f"{step}/{a}"])]
+            if not absent:
+                raise
+            raise RuntimeError(
+                f"step {step}: agents {', '.join(absent)} did not come to the exchange, which ended after "
+                f"{time.monotonic() - start:.0f} s; dead, stopped, or slower than exchange.timeout_minutes"
+            ) from error
         self.waited_seconds = time.monotonic() - start
         received = [bytearray(int(length)) for length in lengths]
         longest = max(len(buffer) for buffer in received)

@@ -1,12 +1,12 @@
 """One agent's tokenizer: prompts to ids, its responses to text, other agents' texts to its ids."""
 
 import hashlib
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import msgspec
 import numpy as np
 from tokenizers import Tokenizer
@@ -113,6 +113,14 @@ class AgentTokenizer:
             ids = ids[1:]
         return [self.bos_id, *ids] if self.adds_bos and ids[:1] != [self.bos_id] else ids
 
+    def lost_characters(self, messages: Sequence[dict[str, str]]) -> str:
+        """Characters of the messages' contents that this vocabulary has no token for, sorted."""
+        contents = "".join(message["content"] for message in messages)
+        ids = self._prompts.encode(contents, add_special_tokens=False).ids
+        decoded = self._prompts.decode(ids, skip_special_tokens=False)
+        lost = set(unicodedata.normalize("NFKC", contents)) - set(unicodedata.normalize("NFKC", decoded))
+        return "".join(sorted(character for character in lost if not character.isspace()))
+
     def _render_chat(self, messages: Sequence[dict[str, str]]) -> str:
         try:
             return self._hf.apply_chat_template(
@@ -122,7 +130,7 @@ class AgentTokenizer:
                 tokenize=False,
                 enable_thinking=False,  # as the paper runs Qwen3; other templates ignore it
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it may raise anything
             raise ValueError(
                 f"tokenizer {self.path}: the chat template fails on {list(messages)!r} ({error}): "
                 "change the messages or set chat_template"
@@ -178,11 +186,20 @@ def _stop_id(folder: Path, hf: Any, backend: Tokenizer, stop_token: str | None) 
     return ids[0]
 
 
+class _GenerationConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+
+
 def _generation_stop_ids(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
-    eos = msgspec.json.decode(file.read_bytes()).get("eos_token_id")
+    try:
+        eos = msgspec.json.decode(file.read_bytes(), type=_GenerationConfig).eos_token_id
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"tokenizer {folder}: {file.name} cannot be read ({error}): fetch it again"
+        ) from None
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
 

@@ -22,7 +22,7 @@ def model_problems(name: str, agent: AgentConfig) -> Iterator[str]:
     try:
         hf = _read_json(folder / "config.json")
         _check_family(hf)
-        _check_weights(folder)
+        _check_weights(folder, hf)
         vocabulary = _tokenizer_size(folder)
     except ValueError as error:
         yield line(key, agent.model, str(error))
@@ -53,6 +53,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 _SIZES = (
     "vocab_size",
+    "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "intermediate_size",
@@ -68,17 +69,28 @@ def _check_family(hf: dict[str, Any]) -> None:
     except ValueError as error:
         raise ValueError(f"config.json: {error}") from None
     for size in _SIZES:
-        if not isinstance(hf.get(size), int):
-            raise ValueError(f"config.json: {size} is {hf.get(size)!r}; it must be a whole number")
+        if not isinstance(hf.get(size), int) or hf[size] < 1:
+            raise ValueError(f"config.json: {size} is {hf.get(size)!r}; it must be a whole number above 0")
+    groups = hf.setdefault("num_key_value_heads", hf["num_attention_heads"])
+    if not isinstance(groups, int) or groups < 1 or hf["num_attention_heads"] % groups:
+        raise ValueError(
+            f"config.json: num_key_value_heads is {groups!r}; it must divide "
+            f"num_attention_heads = {hf['num_attention_heads']}"
+        )
 
 
-def _check_weights(folder: Path) -> None:
-    """ValueError if safetensors files are missing or cut short."""
+def _check_weights(folder: Path, hf: dict[str, Any]) -> None:
+    """ValueError unless the safetensors files hold exactly the tensors that config.json implies."""
     from safetensors import SafetensorError, safe_open
+
+    from megatron_hacpo.families import tensor_shapes
 
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+            raise ValueError(f"{index.name} has no weight_map of names to files; fetch it again")
+        files = sorted(set(weight_map.values()))
     else:
         files = ["model.safetensors"]
     missing = [file for file in files if not (folder / file).is_file()]
@@ -87,12 +99,27 @@ def _check_weights(folder: Path) -> None:
             f"{missing[0]}{f' and {len(missing) - 1} more' if missing[1:] else ''}" if missing else "weights"
         )
         raise ValueError(f"has no {shown}; give a folder with all its safetensors files")
+    found: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
-            with safe_open(folder / file, framework="np"):
-                pass
+            with safe_open(folder / file, framework="np") as tensors:
+                found |= {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged ({error}); fetch it again") from None
+    expected = tensor_shapes(SimpleNamespace(**hf))
+    for name in [*expected, *found]:
+        if name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints hold
+            continue
+        if found.get(name) != expected.get(name):
+            raise ValueError(
+                f"{name} is {_shape(found.get(name))} in the safetensors files and "
+                f"{_shape(expected.get(name))} by config.json; "
+                "use the config.json that belongs to the weights"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str(list(shape))
 
 
 def _tokenizer_size(folder: Path) -> int:
@@ -112,7 +139,7 @@ def _layout_problems(name: str, agent: AgentConfig, hf: dict[str, Any]) -> Itera
     heads = hf["num_attention_heads"]
     split_by_tensor = {
         "num_attention_heads": heads,
-        "num_key_value_heads": hf.get("num_key_value_heads") or heads,
+        "num_key_value_heads": hf["num_key_value_heads"],
         "intermediate_size": hf["intermediate_size"],
     }
     split_by_pipeline = {"num_hidden_layers": hf["num_hidden_layers"]}

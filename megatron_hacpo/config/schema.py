@@ -10,14 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 """A name that is also a folder: letters, digits, `_`, `-` and `.`, not starting with a dot or a dash."""
+
+AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
+"""As `Name`, without dots, which separate the keys of an override."""
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, le=10**7)]
+CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 MAX_LOGPROB_GAP = {"float32": 1e-3, "bfloat16": 0.05}
 """Default of `rollout.max_logprob_gap` by the agent's dtype."""
@@ -76,10 +79,10 @@ class OptimizerConfig(Section):
     schedule count RL steps, not updates.
     """
 
-    lr: Positive = 1e-6
+    lr: Annotated[float, Field(gt=0, le=1e30)] = 1e-6
     """Highest learning rate."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.999)
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-20)] = 1e-8
     """Added to the root of Adam's second moment."""
     weight_decay: NonNegative = 0.01
     """Of matrices and embeddings."""
@@ -104,7 +107,7 @@ class RolloutConfig(Section):
     """A prompt that is longer for any agent is left out for all."""
     max_response_tokens: Count = 4096
     """Also the longest view of another agent's response."""
-    temperature: Positive = 1.0
+    temperature: Annotated[float, Field(ge=0.01, le=100)] = 1.0
     """Of the engine and of all log-probs."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """1: no limit."""
@@ -279,7 +282,7 @@ class ExchangeConfig(Section):
     """False leaves the stop token out of every view, as the authors' code does."""
     keep_steps: Count = 3
     """Steps whose pool files stay on disk."""
-    timeout_minutes: Positive = 60.0
+    timeout_minutes: Annotated[float, Field(ge=0.1, le=100_000)] = 60.0
     """Longest wait for the slowest agent."""
 
 
@@ -318,7 +321,7 @@ class RunConfig(Section):
     """A whole run: n agents that train each other. The order of `agents` numbers them."""
 
     run: RunSection
-    agents: dict[Name, AgentConfig] = Field(min_length=1)
+    agents: dict[AgentName, AgentConfig] = Field(min_length=1)
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()

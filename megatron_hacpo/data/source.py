@@ -99,6 +99,10 @@ class JsonlSource:
                 f"data.path: {path} has {len(prompts)} usable prompts{reason}, fewer than batch.prompts "
                 f"{batch_size}; lower batch.prompts or add prompts"
             )
+        if dropped_held_out and not held_out:
+            raise ValueError(
+                f"evaluation.path: {eval_path}: no prompt is within rollout.max_prompt_tokens; raise it"
+            )
         self._prompts = prompts
         self._held_out = held_out[:eval_prompts]
         self._seed = seed

@@ -1,12 +1,13 @@
 """`hacpo launch`: all agents of a run on this machine, from a checked configuration to the final table."""
 
+import fcntl
 import os
 import shutil
 import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
@@ -37,6 +38,7 @@ def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host
     started = time.monotonic()
     check_prompts(config, console)
     store = serve_store(host)
+    lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
     prepare_run_dir(config, overwrite=overwrite)
     console.print(
         f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps; logs in {config.path}/logs",
@@ -49,6 +51,24 @@ def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host
     draw_curves(config.path)
     console.print(table(summary))
     console.print(f"{summary['wall_seconds']:.0f} s; everything is in {config.path}", highlight=False)
+
+
+def lock_run(config: RunConfig) -> TextIO:
+    """An open file whose lock says that a run of this name is going on; ConfigError if one is."""
+    try:
+        config.path.parent.mkdir(parents=True, exist_ok=True)
+        file = config.path.with_name(f".{config.run.name}.lock").open("w")
+    except OSError as error:
+        raise ConfigError(
+            [f"run.dir: {config.run.dir}: cannot write there ({error.strerror}); choose another"]
+        ) from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(
+            [f"run.name: {config.run.name}: a run of this name is going on; choose another name"]
+        ) from None
+    return file
 
 
 def check_prompts(config: RunConfig, console: Console) -> None:
@@ -143,7 +163,13 @@ def worker(rank: Rank, run_dir: Path, store: str) -> Worker:
 
 def describe_failure(failure: WorkerFailed) -> list[str]:
     """The lines to show the user: which process, and what its log says last, or its `error: ` lines alone."""
-    lines = failure.worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
+    log = failure.worker.log
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    if not lines:
+        free = shutil.disk_usage(log.parent if log.parent.is_dir() else "/").free
+        return [
+            f"error: {failure}; the others were stopped; {log} is empty and its disk has {free:,} bytes free"
+        ]
     errors = [line for line in lines if line.startswith("error: ")]
     if failure.code == USER_ERROR and errors:
         return [f"{line} (found by {failure.worker.name}; more in {failure.worker.log})" for line in errors]

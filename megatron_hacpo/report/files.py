@@ -36,6 +36,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return list(Tail(path).new_rows())
 
 
+def _row(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{path}: {line[:60]!r} is not a row ({error}); remove the line") from None
+    if not isinstance(row, dict) or "step" not in row:
+        raise ValueError(f"{path}: {line[:60]!r} is not a row with a step; remove the line")
+    return row
+
+
 class Tail:
     """Follows a growing file of rows."""
 
@@ -53,4 +63,4 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return
                 self._offset += len(line)
-                yield json.loads(line)
+                yield _row(line, self._path)

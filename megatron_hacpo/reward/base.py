@@ -48,7 +48,7 @@ def score(
 
     finish_reasons: "stop" or "length", one a text. reward_range: (lowest, highest) valid reward.
     Raises ValueError, naming prompt and value, when the verifier returns neither a number in the range nor
-    None or NaN; RuntimeError, naming the prompt, from whatever the verifier raised.
+    None or NaN, or raises.
     """
     assert len(texts) == len(finish_reasons)
     assert len(texts) % len(prompts) == 0 if prompts else not texts
@@ -68,7 +68,10 @@ def _score_one(
     try:
         value = verifier.check(text, prompt.answer)
     except Exception as error:
-        raise RuntimeError(f"verifier {verifier.name} failed on prompt {prompt.id}: {error!r}") from error
+        raise ValueError(
+            f"reward.verifier: {verifier.name} failed on prompt {prompt.id} ({error!r}); "
+            "fix it, or let it return None"
+        ) from error
     if value is None:
         return math.nan
     if not isinstance(value, Real | np.bool_):

@@ -24,9 +24,11 @@ def get_verifier(name: str) -> Verifier:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):  # the module's own import is broken
-            raise
-        raise ValueError(f"reward.verifier: no module {module_name!r}; put it on PYTHONPATH") from error
+        if error.name is not None and module_name.startswith(error.name):
+            raise ValueError(f"reward.verifier: no module {module_name!r}; put it on PYTHONPATH") from error
+        raise ValueError(f"reward.verifier: importing {module_name} failed ({error}); install it") from error
+    except (Exception, SystemExit) as error:  # whatever the module does when it is imported
+        raise ValueError(f"reward.verifier: importing {module_name} failed ({error!r}); fix it") from error
     check = getattr(module, attribute, None)
     if isinstance(check, Verifier):
         return check
