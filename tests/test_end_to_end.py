@@ -240,7 +240,7 @@ def test_one_update_that_is_not_finite_is_skipped_and_counted(runs: Path) -> Non
 
 
 def test_weights_that_are_not_finite_are_never_exported(runs: Path) -> None:
-    """A weight decay that overflows the weights while gradients stay finite: only the weights themselves tell."""
+    """A weight decay that overflows the weights while gradients stay finite: only the weights tell."""
     done = start(
         runs, "decayed", "optimizer.weight_decay=1e42", "optimizer.warmup_steps=0", "evaluation.prompts=0"
     )
