@@ -7,8 +7,8 @@ export OMP_NUM_THREADS := 1
 .PHONY: help demo test lint clean
 
 help:
-	@echo "make demo   two tiny agents teach each other (about 4 minutes); results in runs/tiny-pair/"
-	@echo "make test   linters, type checker and all tests that need neither root nor a second environment"
+	@echo "make demo   two tiny agents teach each other (about 5 minutes); results in runs/tiny-pair/"
+	@echo "make test   linters, type checker and all tests that need neither root nor a second environment (about 10 minutes)"
 	@echo "make lint   linters and type checker alone"
 	@echo "make clean  remove the environment and the demo's run"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers.utils import logging as transformers_logging
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_hacpo.agent import Agent
 from megatron_hacpo.algorithm.capability import CapabilityTracker
@@ -31,7 +31,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
 
     After an error nothing is waited for: the launcher ends the other processes.
     """
-    transformers_logging.disable_progress_bar()
+    disable_progress_bar()
     torch.set_num_threads(_number("OMP_NUM_THREADS", 1))
     settings = config.agents[name]
     index = config.names.index(name)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.config import AgentConfig, RunConfig
@@ -62,6 +63,7 @@ def evaluate(
 
 def main(config: RunConfig, names: Sequence[str]) -> None:
     """Evaluate the agents `names` as they lie in their folders and print a table."""
+    disable_progress_bar()
     tokenizers = load_tokenizers(config)
     prompts = open_prompts(config, tokenizers).held_out()
     if not prompts:

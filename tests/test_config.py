@@ -205,7 +205,7 @@ BAD_VALUES = [
     ),
     (
         "data.task=null",
-        "data: exactly one of task and path is needed; write `task: rule_arithmetic` or `path: FILE`",
+        "data: exactly one of task and path is needed; set the other one to null",
     ),
     ("agents.A.optimizer.lr=x", 'agents.A.optimizer.lr: "x": not a number; write it plainly, such as 1e-6'),
 ]

@@ -50,7 +50,7 @@ def gone(pid: int) -> bool:
 
 
 def test_workers_get_their_environment_and_leave_their_output(tmp_path: Path) -> None:
-    code = "import os, sys; print(os.environ['RANK']); print('also', file=sys.stderr)"
+    code = "import os, sys; print(os.environ['RANK'], flush=True); print('also', file=sys.stderr)"
     ticks: list[int] = []
     supervise(
         [python(f"w{i}", code, tmp_path / "logs", RANK=str(i)) for i in range(2)],

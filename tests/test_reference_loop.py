@@ -136,7 +136,7 @@ def test_the_runs_meet_every_branch(runs: dict[str, RunConfig]) -> None:
     metrics = [row for run, agent in AGENTS for row in rows(runs[run], agent)]
     for key in ("clip/own/fraction", "clip/cross/low_fraction", "clip/cross/high_fraction"):
         assert any(0 < row[key] < 1 for row in metrics if row[key] is not None), key
-    for key in ("updates/without_signal", "advantage/baseline_fallbacks", "bridge/dropped"):
+    for key in ("updates/without_signal", "bridge/dropped"):
         assert any(row[key] > 0 for row in metrics), key
     assert any(row["capability/B"] == 0 for row in rows(runs["triple"], "A"))  # the bounds of its ratios
     clip_grad = runs["pair"].agents["A"].optimizer.clip_grad

@@ -32,7 +32,7 @@ def reference() -> str:
 
 
 def _section(prefix: str, model: Any) -> str:
-    summary = (model.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+    summary = " ".join((model.__doc__ or "").split("\n\n")[0].split())
     head = [
         f"## {prefix}",
         "",

@@ -21,6 +21,7 @@ def main() -> None:
         prompts = rule_task.held_out(options.count, digits=options.digits)
     else:
         prompts = rule_task.batch(options.seed, 0, options.count, digits=options.digits)
+    options.path.parent.mkdir(parents=True, exist_ok=True)
     write_jsonl(prompts, options.path)
 
 

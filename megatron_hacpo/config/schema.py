@@ -176,9 +176,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
         if (self.task is None) == (self.path is None):
-            raise ValueError(
-                "exactly one of task and path is needed; write `task: rule_arithmetic` or `path: FILE`"
-            )
+            raise ValueError("exactly one of task and path is needed; set the other one to null")
         return self
 
 

@@ -36,6 +36,7 @@ def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host
     Raises ConfigError when the run's folder is taken, WorkerFailed and Interrupted as `supervise` does.
     """
     started = time.monotonic()
+    refuse_taken(config, overwrite=overwrite)
     check_prompts(config, console)
     store = serve_store(host)
     lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
@@ -84,24 +85,28 @@ def check_prompts(config: RunConfig, console: Console) -> None:
             console.print(f"{key}: {dropped} prompts longer than rollout.max_prompt_tokens are left out")
 
 
+def refuse_taken(config: RunConfig, *, overwrite: bool) -> None:
+    """ConfigError if the run's folder holds what may not be deleted: no run, or one that is kept."""
+    folder, name = config.path, config.run.name
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / CONFIG).is_file():
+        raise ConfigError([f"run.name: {name}: {folder} is there and is not a run; choose another name"])
+    if not overwrite:
+        raise ConfigError([f"run.name: {name}: {folder} holds a run; choose another name or --overwrite"])
+    _refuse_to_delete_inputs(config)
+
+
 def prepare_run_dir(config: RunConfig, *, overwrite: bool) -> None:
     """An empty run folder with the resolved configuration in it.
 
     Raises ConfigError if the folder holds something already; with `overwrite` an earlier run is deleted, and
     only what is not a run, or what this run reads from there, stays and is an error.
     """
-    folder, name = config.path, config.run.name
+    folder = config.path
     try:
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            if not (folder / CONFIG).is_file():
-                raise ConfigError(
-                    [f"run.name: {name}: {folder} is there and is not a run; choose another name"]
-                )
-            if not overwrite:
-                raise ConfigError(
-                    [f"run.name: {name}: {folder} holds a run; choose another name or --overwrite"]
-                )
-            _refuse_to_delete_inputs(config)
+        refuse_taken(config, overwrite=overwrite)
+        if folder.exists():
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CONFIG).write_text(dump(config), encoding="utf-8")

@@ -25,6 +25,9 @@ def write_hf_folder(source: Path, tensors: Iterable[tuple[str, torch.Tensor]], t
     # The stream may reuse its buffers, so each tensor is copied as it passes.
     weights = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
     save_file(weights, beside / "model.safetensors", metadata={"format": "pt"})
+    shutil.copymode(
+        beside / "config.json", beside / "model.safetensors"
+    )  # safetensors writes for the owner alone
     if target.exists():
         shutil.rmtree(target)
     beside.replace(target)
