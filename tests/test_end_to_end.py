@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -221,16 +222,21 @@ def test_single_agent_run_has_no_cross_values(runs: Path) -> None:
 
 
 def test_updates_that_are_not_finite_stop_the_run_and_say_where_its_data_is(runs: Path) -> None:
-    """A learning rate that overflows every weight in the first update; the three others of the step fail."""
-    done = start(runs, "exploded", "optimizer.lr=1e30", "optimizer.warmup_steps=0", "evaluation.prompts=0")
+    """A KL weight that overflows the gradient as soon as the weights have moved."""
+    settings = ["agents.B=null", "algorithm.kl_coef=1e38", "checks.max_nonfinite_updates=1"]
+    done = start(runs, "exploded", *settings, "evaluation.prompts=0")
     assert done.returncode == 1
-    assert "step 1: 3 updates in a row had a loss or gradient norm that is not finite" in done.stderr
-    assert f"{runs}/exploded/step_1/pool" in done.stderr
-    assert {file.name for file in (runs / "exploded/step_1/pool").iterdir()} == {"A", "B"}
+    found = re.search(
+        r"step (\d): 1 updates in a row had a loss or gradient norm that is not finite", done.stderr
+    )
+    assert found, done.stderr
+    pool = runs / "exploded" / f"step_{found[1]}" / "pool"
+    assert str(pool) in done.stderr
+    assert (pool / "A").is_file()
 
 
 def test_one_update_that_is_not_finite_is_skipped_and_counted(runs: Path) -> None:
-    """float16's range is not needed: a huge KL weight overflows the loss of the updates after the first."""
+    """The same KL weight, with patience: every such update is skipped and the weights stay finite."""
     run = launch(runs, "skips", "algorithm.kl_coef=1e38", "checks.max_nonfinite_updates=100", "run.steps=2")
     skipped = [row["updates/nonfinite"] for agent in "AB" for row in rows(run, agent)]
     assert max(skipped) > 0

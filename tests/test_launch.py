@@ -115,9 +115,12 @@ def test_an_error_of_the_launchers_own_stops_all(tmp_path: Path) -> None:
 
 
 LAUNCHER = """
+import signal
 import sys
 from pathlib import Path
-from megatron_hacpo.launch.supervise import Interrupted, Worker, supervise
+from megatron_hacpo.launch.supervise import Interrupted, STOP_SIGNALS, Worker, supervise
+for signum in STOP_SIGNALS:  # under nohup or in a background job they are ignored, and stay so
+    signal.signal(signum, signal.SIG_DFL)
 folder = Path(sys.argv[1])
 code = sys.argv[2]
 try:
