@@ -1,12 +1,15 @@
 """Make the tiny agents of the example from nothing: `python tools/make_tiny_agents.py --out examples/tiny`.
 
 A has the Qwen3 architecture and one token per character, B the Llama architecture with llama3 rope scaling
-and multi-character tokens. Two supervised stages give each of them its starting point:
+and multi-character tokens. Supervised stages give each of them its starting point:
 
 1. `execute`: demonstrations that name a random rule and execute it, until the agent executes the rule that it
-   named. The weights are kept in OUT/stage1/AGENT; --last-stage-only starts from them.
-2. `prefer`: demonstrations whose rule is right half of the time for the agent's own letters and almost never
+   named.
+2. `habit` (A alone): demonstrations that nearly always name one rule, whatever the letter.
+3. `prefer`: demonstrations whose rule is right half of the time for the agent's own letters and almost never
    for the others. OUT/AGENT is left able to execute every rule, and hardly ever choosing one of them.
+
+The weights before the last stage are kept in OUT/before_last/AGENT; --start does only the last one.
 
 Deterministic by seed on one machine; a few minutes per agent on one core.
 """
@@ -73,7 +76,7 @@ class Agent:
     config: PretrainedConfig
     model_class: type[PreTrainedModel]
     merges: list[tuple[str, str]]
-    stages: tuple[Stage, Stage]
+    stages: tuple[Stage, ...]
 
 
 def execute_stage(*, lr: float, target: float) -> Stage:
@@ -87,13 +90,26 @@ def execute_stage(*, lr: float, target: float) -> Stage:
     )
 
 
-def prefer_stage(*, own_letters: str, lr: float, weak: float) -> Stage:
-    # The rarer the missing rule (`weak`) and the firmer the habit (`lr`), the longer an agent needs to find
-    # that rule alone. Too rare, and the other agent's right responses fall out of the clipping window: their
-    # ratio is about weak ** (1 / length).
+def habit_stage(*, rule: str) -> Stage:
+    # Comes from naming `rule` on every letter: the preference that follows is unlearnt on the own letters and
+    # kept on the others, and whatever later pushes it down further on the own letters pushes it down on the
+    # others as well. Without this stage GSPO finds the missing rule alone with most seeds.
+    return Stage(
+        name="habit",
+        lr=2e-3,
+        warmup=20,
+        steps=100,
+        right_probability={letter: 0.98 if RULE_OF[letter] == rule else 0.02 for letter in LETTERS},
+        decay=True,
+    )
+
+
+def prefer_stage(*, own_letters: str, weak: float) -> Stage:
+    # The rarer the missing rule (`weak`), the longer an agent needs to find it alone. Too rare, and the other
+    # agent's right responses fall out of the clipping window: their ratio is about weak ** (1 / length).
     return Stage(
         name="prefer",
-        lr=lr,
+        lr=5e-4,
         warmup=20,
         steps=250,
         right_probability={c: 0.5 if c in own_letters else weak for c in LETTERS},
@@ -130,7 +146,11 @@ def agent_a() -> Agent:
         pad_token_id=0,
         eos_token_id=1,
     )
-    stages = (execute_stage(lr=3e-3, target=0.97), prefer_stage(own_letters="+C", lr=2e-3, weak=0.005))
+    stages = (
+        execute_stage(lr=3e-3, target=0.97),
+        habit_stage(rule="-"),
+        prefer_stage(own_letters="+C", weak=0.004),
+    )
     return Agent(config=config, model_class=Qwen3ForCausalLM, merges=[], stages=stages)
 
 
@@ -160,7 +180,7 @@ def agent_b() -> Agent:
         pad_token_id=0,
         eos_token_id=1,
     )
-    stages = (execute_stage(lr=1e-3, target=0.85), prefer_stage(own_letters="-M", lr=5e-4, weak=0.015))
+    stages = (execute_stage(lr=1e-3, target=0.85), prefer_stage(own_letters="-M", weak=0.015))
     return Agent(config=config, model_class=LlamaForCausalLM, merges=DIGIT_ALIGNED_MERGES, stages=stages)
 
 
@@ -261,19 +281,19 @@ def update_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2, sort_keys=True) + "\n")
 
 
-def make_agent(name: str, out: Path, seed: int, last_stage_only: bool) -> None:
+def make_agent(name: str, out: Path, seed: int, start: Path | None) -> None:
     agent = AGENTS[name]()
     tokenizer = make_tokenizer(agent.merges)
     assert len(tokenizer) == agent.config.vocab_size
-    execute, prefer = agent.stages
     torch.manual_seed(seed)
-    if last_stage_only:
-        model = agent.model_class.from_pretrained(out / "stage1" / name)
+    if start is not None:
+        model = agent.model_class.from_pretrained(start / "before_last" / name)
     else:
         model = agent.model_class(agent.config)
-        train(model, tokenizer, execute, seed)
-        model.save_pretrained(out / "stage1" / name)
-    train(model, tokenizer, prefer, seed)
+        for stage in agent.stages[:-1]:
+            train(model, tokenizer, stage, seed)
+        model.save_pretrained(out / "before_last" / name)
+    train(model, tokenizer, agent.stages[-1], seed)
     save(model, tokenizer, out / name)
     found = accuracies(model, tokenizer, size=1024)
     print(f"agent {name}, seed {seed}: " + line(found))
@@ -281,15 +301,17 @@ def make_agent(name: str, out: Path, seed: int, last_stage_only: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny agents of the example.")
-    parser.add_argument("--out", type=Path, required=True, help="folder that receives A, B and stage1")
+    parser.add_argument("--out", type=Path, required=True, help="folder that receives the agents")
     parser.add_argument("--agent", choices=sorted(AGENTS), help="only this agent (default: both)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--last-stage-only", action="store_true", help="start from OUT/stage1/AGENT")
+    parser.add_argument(
+        "--start", type=Path, metavar="DIR", help="only the last stage, from DIR/before_last/AGENT"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name in [args.agent] if args.agent else sorted(AGENTS):
-        make_agent(name, args.out, args.seed, args.last_stage_only)
+        make_agent(name, args.out, args.seed, args.start)
 
 
 if __name__ == "__main__":
