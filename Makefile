@@ -4,10 +4,11 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo test lint clean
+.PHONY: help demo claim test lint clean
 
 help:
 	@echo "make demo   two tiny agents teach each other (about 5 minutes); results in runs/tiny-pair/"
+	@echo "make claim  HACPO against its baselines over five seeds (about an hour); results in runs/claim/"
 	@echo "make test   linters, type checker and all tests that need neither root nor a second environment (about 10 minutes)"
 	@echo "make lint   linters and type checker alone"
 	@echo "make clean  remove the environment and the demo's run"
@@ -19,6 +20,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 demo: $(INSTALLED)
 	$(BIN)/hacpo launch examples/tiny/pair.yaml --overwrite
+
+claim: $(INSTALLED)
+	$(BIN)/python benchmarks/claim.py --out runs/claim
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check

@@ -35,20 +35,23 @@ from megatron_hacpo.report.files import EVALUATION, read_rows
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny"
+PAIR = TINY / "pair.yaml"
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a run changes of `config`. digits: of the operands, so of the answers."""
+    """What a run changes of the pair's configuration. digits: of an operand; more of them, longer answers."""
 
     settings: tuple[str, ...] = ()
-    config: str = "pair.yaml"
+    agents: str = "AB"
     digits: int = 5
 
 
 def hacpo(*settings: str, **kwargs: Any) -> Method:
     return Method(tuple(f"algorithm.{setting}" for setting in ("name=hacpo", *settings)), **kwargs)
 
+
+BY_LENGTH = ("cross_window=per_sequence", "tau=9.2")
 
 BASELINES = {
     "grpo": Method(("algorithm.name=grpo", "algorithm.clip_low=0.2", "algorithm.clip_high=0.28")),
@@ -70,7 +73,18 @@ ABLATIONS = {
     "hacpo_delta_0.2": hacpo("delta=0.2"),
     "hacpo_delta_0.4": hacpo("delta=0.4"),
 }
-METHODS = BASELINES | ABLATIONS
+THIRD_AGENT = {
+    "gspo_trio": Method(("algorithm.name=gspo",), agents="ABC"),
+    "hacpo_trio": hacpo(agents="ABC"),
+}
+LENGTHS = {
+    "hacpo_by_length": hacpo(*BY_LENGTH),
+    "short_gspo_x2": Method(BASELINES["gspo_x2"].settings, digits=2),
+    "short_delta_0.2": hacpo("delta=0.2", digits=2),
+    "short_delta_0.6": hacpo(digits=2),
+    "short_by_length": hacpo(*BY_LENGTH, digits=2),
+}
+METHODS = BASELINES | ABLATIONS | THIRD_AGENT | LENGTHS
 
 
 @dataclass(frozen=True)
@@ -82,23 +96,21 @@ class Run:
     out: Path
     steps: int
     every: int
-    agents: Path
+    models: Path
+    """Folder of the agents' folders."""
 
     @property
     def folder(self) -> Path:
         return self.out / "runs" / self.method / f"seed_{self.seed}"
 
     @property
-    def config(self) -> Path:
-        return TINY / METHODS[self.method].config
-
-    @property
     def settings(self) -> list[str]:
-        """Overrides of the configuration file."""
-        names = load(self.config, []).names
+        """Overrides of the pair's configuration."""
+        method = METHODS[self.method]
         return [
-            *METHODS[self.method].settings,
-            *(f"agents.{name}.model={self.agents / name}" for name in names),
+            *method.settings,
+            *(f"agents.{name}.model={self.models / name}" for name in method.agents),
+            f"data.digits={method.digits}",
             f"run.dir={self.folder.parent}",
             f"run.name={self.folder.name}",
             f"run.seed={self.seed}",
@@ -197,20 +209,27 @@ class Study:
         self.peak_memory = max(self.peak_memory, total)
 
 
-def make_agents(study: Study, out: Path, seed: int) -> None:
-    """The agents of one seed: the last warm-start stage, from the committed weights before it."""
-    if (out / "made").is_file():
+def make_agent(study: Study, folder: Path, seed: int, digits: int) -> None:
+    """One agent of one seed: its last warm-start stage from the committed weights before it.
+
+    For another number of digits than theirs, all stages.
+    """
+    done = folder.with_suffix(".made")
+    if done.is_file():
         return
-    command = [sys.executable, str(ROOT / "tools/make_tiny_agents.py"), "--out", str(out)]
-    study.run([*command, "--start", str(TINY), "--seed", str(seed)], out.with_suffix(".log"))
-    (out / "made").touch()
+    command = [sys.executable, str(ROOT / "tools/make_tiny_agents.py"), "--out", str(folder.parent)]
+    command += ["--agent", folder.name, "--seed", str(seed), "--digits", str(digits)]
+    if digits == Method.digits:
+        command += ["--start", str(TINY)]
+    study.run(command, folder.with_suffix(".log"))
+    done.touch()
 
 
 def train(study: Study, run: Run) -> dict[str, Any]:
     """One run, unless it is there already; what it cost."""
     if (known := run.cost()) is not None:
         return known
-    command = [sys.executable, "-m", "megatron_hacpo", "launch", str(run.config), "--overwrite"]
+    command = [sys.executable, "-m", "megatron_hacpo", "launch", str(PAIR), "--overwrite"]
     for setting in run.settings:
         command += ["--set", setting]
     log = run.folder.with_suffix(".log")
@@ -234,6 +253,8 @@ def parse() -> argparse.Namespace:
         "--methods", default=",".join(BASELINES), help=f"comma-separated, of: {', '.join(METHODS)}"
     )
     parser.add_argument("--ablations", action="store_true", help="also HACPO with single parts changed")
+    parser.add_argument("--third-agent", action="store_true", help="also three agents")
+    parser.add_argument("--lengths", action="store_true", help="also windows by length, and shorter answers")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--every", type=int, default=20, help="steps between evaluations")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time")
@@ -241,7 +262,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/claim"))
     args = parser.parse_args()
     args.seeds = [int(seed) for seed in args.seeds.split(",")]
-    args.methods = list(dict.fromkeys([*args.methods.split(","), *(ABLATIONS if args.ablations else [])]))
+    args.methods = args.methods.split(",")
+    for asked, more in (
+        (args.ablations, ABLATIONS),
+        (args.third_agent, THIRD_AGENT),
+        (args.lengths, LENGTHS),
+    ):
+        args.methods += [method for method in more if asked and method not in args.methods]
     if unknown := set(args.methods) - set(METHODS):
         parser.error(f"--methods: {', '.join(sorted(unknown))}: not one of {', '.join(METHODS)}")
     return args
@@ -254,17 +281,23 @@ def main() -> None:
     console = Console()
     study = Study(args.jobs, console)
 
-    def agents(seed: int) -> Path:
-        return args.agents.resolve() if args.agents else out / "agents" / f"seed_{seed}"
+    def models(method: str, seed: int) -> Path:
+        digits = METHODS[method].digits
+        return args.agents.resolve() if args.agents else out / "agents" / f"digits_{digits}" / f"seed_{seed}"
 
-    if args.agents is None:
-        console.print(f"warm start of the agents, seeds {args.seeds}")
-        study.all(lambda seed: make_agents(study, agents(seed), seed), args.seeds)
     runs = [
-        Run(method, seed, out, args.steps, args.every, agents(seed))
+        Run(method, seed, out, args.steps, args.every, models(method, seed))
         for seed in args.seeds
         for method in args.methods
     ]
+    if args.agents is None:
+        console.print(f"warm start of the agents, seeds {args.seeds}")
+        needed = {
+            (run.models / name, run.seed, METHODS[run.method].digits)
+            for run in runs
+            for name in METHODS[run.method].agents
+        }
+        study.all(lambda agent: make_agent(study, *agent), sorted(needed))
     started, finished = time.monotonic(), 0
 
     def one(run: Run) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Everything that one process of one agent needs, put together from the configuration."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,9 +19,11 @@ from megatron_hacpo.data.source import PromptSource
 from megatron_hacpo.evaluate import evaluate
 from megatron_hacpo.learner import metrics
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
+from megatron_hacpo.learner.gradients import gradient_cosines
 from megatron_hacpo.learner.metrics import Metrics
 from megatron_hacpo.learner.own import OwnRollouts, Sampled, old_log_probs, own_response
 from megatron_hacpo.learner.update import UpdateRecord, update
+from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.export import write_hf_folder
 from megatron_hacpo.megatron.policy import Policy
@@ -52,6 +55,7 @@ class Agent:
     engine: Engine | None
     writer: MetricsWriter | None
     tracker: CapabilityTracker
+    window: WindowWatch
     nonfinite_updates: int = field(default=0)
     wide_gap_steps: int = field(default=0)
 
@@ -141,7 +145,9 @@ class Agent:
 
     def update(self, minibatch: LearnerMiniBatch, step: int) -> UpdateRecord:
         """One optimizer update; stops the run after too many in a row that were not finite."""
-        record = update(self.policy, minibatch, self.config.algorithm)
+        every = self.config.report.gradient_cosine_every
+        keep_gradient = every > 0 and step % every == 0
+        record = update(self.policy, minibatch, self.config.algorithm, keep_gradient=keep_gradient)
         if record.computed:
             self.nonfinite_updates = 0 if record.applied else self.nonfinite_updates + 1
         if self.nonfinite_updates >= self.config.checks.max_nonfinite_updates:
@@ -185,14 +191,19 @@ class Agent:
         measured: Metrics,
     ) -> None:
         """Write the step's metrics and some of its responses; `measured` is what only the loop knows."""
+        cosines = gradient_cosines(self.policy, batch, records, self.learner, self.sources)
         if self.writer is None:
             return
+        for warning in self.window.look(batch, records, pool, self.learner):
+            print(f"warning: agent {self.name}, step {step}: {warning}", file=sys.stderr)
         row = {
             "step": step,
             "lr": self.policy.learning_rate,
             **metrics.rollout_metrics(own),
             **metrics.batch_metrics(batch, pool, self.learner),
             **metrics.update_metrics(records, kl_coef=self.config.algorithm.kl_coef),
+            **metrics.edge_metrics(batch, records, pool, self.learner),
+            **cosines,
             "time/waiting": self.exchange.waited_seconds,
             **measured,
         }

@@ -15,6 +15,7 @@ from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.config import RunConfig, dump
 from megatron_hacpo.inputs import load_tokenizers, open_prompts
+from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
@@ -93,6 +94,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         engine=engine,
         writer=writer,
         tracker=CapabilityTracker(config.algorithm.capability_window, config.algorithm.capability_metric),
+        window=WindowWatch(config.algorithm),
     )
     yield agent
     agent.exchange.close()

@@ -17,7 +17,7 @@ from megatron_hacpo.algorithm.segments import segment_sum
 from megatron_hacpo.config import RunConfig
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence
-from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.megatron.policy import Gradient, Policy
 
 LAYOUTS = {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "dp2": {"data": 2}}
 STEPS = 3
@@ -30,16 +30,19 @@ def steps_of(config: RunConfig, name: str, world: runtime.World) -> dict[str, An
     """What a layout must not change: every update's figures and the weights after `STEPS` steps."""
     policy = make_policy(config, name, world, microbatch_tokens=128)
     records = run_steps(config, name, policy, STEPS)
+    weights = {key: value.clone() for key, value in policy.export()}
+    lonely, gradient = lonely_update(policy)
     return {
         "norms": [r.grad_norm for r in records],
         "tallies": [dict(r.tallies) for r in records],
         "ratios": [r.ratios for r in records],
-        "weights": {key: value.clone() for key, value in policy.export()},
-        "lonely": lonely_update(policy),
+        "weights": weights,
+        "lonely": lonely,
+        "cosine": policy.gradient_cosine(gradient, lonely_update(policy)[1]),
     }
 
 
-def lonely_update(policy: Policy) -> tuple[float, float]:
+def lonely_update(policy: Policy) -> tuple[tuple[float, float], Gradient]:
     """(gradient norm, log-prob sum) of one sequence: the other data-parallel rank has nothing to say."""
     sequence = TokenSequence(np.array([2, 3, 4], np.int32), np.array([5, 6, 1], np.int32))
     plan = policy.plan([sequence])
@@ -48,7 +51,9 @@ def lonely_update(policy: Policy) -> tuple[float, float]:
         return segment_sum(log_probs, micro.segments, len(micro.rows)).sum(), None
 
     log_prob = float(policy.log_probs([sequence], plan).sums)
-    return policy.update([sequence], plan, loss).grad_norm, log_prob
+    result = policy.update([sequence], plan, loss, keep_gradient=True)
+    assert result.gradient is not None
+    return (result.grad_norm, log_prob), result.gradient
 
 
 def main(rank: int, port: int, out: Path) -> None:

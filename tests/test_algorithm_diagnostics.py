@@ -1,13 +1,18 @@
 """Clip fractions as sums and counts."""
 
+import pytest
 import torch
 from torch import Tensor
 
 from megatron_hacpo.algorithm.diagnostics import (
     cross_clip_high_fraction,
     cross_clip_low_fraction,
+    effective_share,
+    gradient_weight,
+    mean_ratio,
     own_clip_fraction,
     rewarded_kept_fraction,
+    weight_moments,
 )
 from megatron_hacpo.algorithm.objective import clipped_surrogate, cross_objective
 
@@ -47,6 +52,29 @@ def test_cross_kept_means_gradient() -> None:
     cross_objective(s, A, 2.0, 1.0, 0.8).sum().backward()
     assert s.grad is not None
     assert ((s.grad != 0.0) & (A > 0.0)).sum() == rewarded_kept_fraction(S, A, 0.8)[0]
+
+
+def test_mean_ratio_of_right_and_wrong() -> None:
+    assert numbers(mean_ratio(S, A, rewarded=True)) == (pytest.approx(float(S[A > 0].sum())), 4.0)
+    assert numbers(mean_ratio(S, A, rewarded=False)) == (pytest.approx(float(S[A < 0].sum())), 3.0)
+
+
+def test_gradient_weight_is_the_gradient() -> None:
+    """d(objective) / d(log s) = weight * omega * A, inside and outside the window."""
+    s = S.clone().requires_grad_()
+    cross_objective(s, A, 2.0, 3.0, 0.8).sum().backward()
+    weight = gradient_weight(S, 3.0, 0.8, 1.0)
+    assert s.grad is not None
+    torch.testing.assert_close((s.grad * S).double(), weight * 2.0 * A)
+
+
+def test_effective_share() -> None:
+    weight = torch.tensor([1.0, 1.0, 0.0, 0.0, 5.0], dtype=torch.float64)
+    advantage = torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0], dtype=torch.float64)
+    (total, n), (square, m) = (numbers(pair) for pair in weight_moments(weight, advantage))
+    assert (total, square, n, m) == (2.0, 2.0, 4.0, 4.0)
+    assert effective_share(total / n, square / m) == 0.5  # two of four count, and equally
+    assert effective_share(0.0, 0.0) == 0.0
 
 
 def test_nothing_to_count_is_zero_of_zero() -> None:

@@ -8,7 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_hacpo.algorithm.minibatch import MiniBatch, check_window, minibatch_order, window_lower_bound
+from megatron_hacpo.algorithm.minibatch import (
+    MiniBatch,
+    check_window,
+    minibatch_order,
+    window_lower_bound,
+    window_nats,
+)
 
 
 def sources(n_agents: int, learner: int, step: int, alternate: bool = False) -> list[int]:
@@ -88,6 +94,13 @@ def test_lower_bound(m: int, expected: float) -> None:
 
 def test_no_stepwise_keeps_the_bound() -> None:
     assert [window_lower_bound(m, 0.2, 0.0) for m in (2, 9)] == [0.8, 0.8]
+
+
+def test_window_by_length_closes_with_the_fixed_one() -> None:
+    # at m = 4 half of 0.2 is gone, at m = 8 all of it
+    nats = [window_nats(m, 9.0, 0.2, 0.025) for m in (0, 4, 8, 9)]
+    assert nats == pytest.approx([9.0, 4.5, 0.0, 0.0])
+    assert window_nats(9, 9.0, 0.2, 0.0) == pytest.approx(9.0)
 
 
 def test_five_agents_with_the_papers_window_are_refused() -> None:

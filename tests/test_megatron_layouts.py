@@ -56,6 +56,7 @@ def test_layout_gives_one_ranks_updates(
             assert count == expected_count
             assert total / max(count, 1) == pytest.approx(expected_total / max(count, 1), abs=1e-5), metric
     assert got["lonely"] == pytest.approx(expected["lonely"], rel=1e-5)
+    assert got["cosine"] == pytest.approx(expected["cosine"], abs=1e-4)
     assert got["weights"].keys() == expected["weights"].keys()
     for key, weight in expected["weights"].items():
         torch.testing.assert_close(got["weights"][key], weight, atol=1e-5, rtol=0, msg=key)

@@ -1,7 +1,8 @@
 """Make the tiny agents of the example from nothing: `python tools/make_tiny_agents.py --out examples/tiny`.
 
 A has the Qwen3 architecture and one token per character, B the Llama architecture with llama3 rope scaling
-and multi-character tokens. Supervised stages give each of them its starting point:
+and multi-character tokens, C the Qwen2 architecture and one token for the choice of a rule. Supervised stages
+give each of them its starting point:
 
 1. `execute`: demonstrations that name a random rule and execute it, until the agent executes the rule that it
    named.
@@ -34,11 +35,13 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
 
-from megatron_hacpo.data.rule_task import LETTERS, RULE_OF, answer_for, demonstration, held_out
+from megatron_hacpo.data.rule_task import DIGITS, LETTERS, RULE_OF, answer_for, demonstration, held_out
 
 PAD, EOS = "<pad>", "<eos>"
 CHARACTERS = "0123456789+-CM=()"
@@ -46,6 +49,8 @@ CHARACTERS = "0123456789+-CM=()"
 DIGIT_ALIGNED_MERGES = [(c, d) for c in "(+-CM" for d in "0123456789"] + [
     (d, c) for c in ")=" for d in "0123456789"
 ]
+# The whole choice of a rule is one token.
+RULE_MERGES = [("(", "+"), ("(", "-")]
 # Concatenates the messages: the task's prompt is the whole text that the model sees.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MAX_RESPONSE_TOKENS = 12
@@ -184,7 +189,27 @@ def agent_b() -> Agent:
     return Agent(config=config, model_class=LlamaForCausalLM, merges=DIGIT_ALIGNED_MERGES, stages=stages)
 
 
-AGENTS = {"A": agent_a, "B": agent_b}
+def agent_c() -> Agent:
+    config = Qwen2Config(
+        vocab_size=2 + len(CHARACTERS) + len(RULE_MERGES),
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=1,
+    )
+    stages = (execute_stage(lr=3e-3, target=0.95), prefer_stage(own_letters="+M", weak=0.015))
+    return Agent(config=config, model_class=Qwen2ForCausalLM, merges=RULE_MERGES, stages=stages)
+
+
+AGENTS = {"A": agent_a, "B": agent_b, "C": agent_c}
 
 
 def supervised_loss(
@@ -212,12 +237,14 @@ def sample(
     return [text.split(EOS)[0] if EOS in text else None for text in texts]
 
 
-def accuracies(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, size: int) -> dict[str, float]:
+def accuracies(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, size: int, digits: int = DIGITS
+) -> dict[str, float]:
     """Sampled accuracy on held-out prompts: right answers (all, and per letter) and right executions.
 
     A right execution is the right result of the rule that the response named, be it the right rule or not.
     """
-    prompts = held_out(size)
+    prompts = held_out(size, digits)
     texts = [prompt.messages[0]["content"] for prompt in prompts]
     responses = sample(model, tokenizer, texts, seed=0)
     right = [response == prompt.answer for response, prompt in zip(responses, prompts, strict=True)]
@@ -236,7 +263,9 @@ def line(values: dict[str, float]) -> str:
     return "  ".join(f"{key} {value:.3f}" for key, value in values.items())
 
 
-def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int) -> None:
+def train(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int, digits: int = DIGITS
+) -> None:
     """Run one stage in place, printing progress; raises RuntimeError if it misses its execution target."""
     rng = random.Random(f"tiny/{stage.name}/{seed}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=stage.lr, betas=(0.9, 0.98), weight_decay=0.01)
@@ -246,14 +275,14 @@ def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, stage: Sta
         for group in optimizer.param_groups:
             group["lr"] = stage.lr * scale
         letters = rng.choices(LETTERS, k=stage.batch_size)
-        pairs = [demonstration(letter, rng, stage.right_probability[letter]) for letter in letters]
+        pairs = [demonstration(letter, rng, stage.right_probability[letter], digits) for letter in letters]
         loss = supervised_loss(model, tokenizer, pairs)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 100 == 0 or step == stage.steps:
-            found = accuracies(model, tokenizer, size=512)
+            found = accuracies(model, tokenizer, size=512, digits=digits)
             seconds = time.perf_counter() - start
             print(f"{stage.name} {step:5d}  loss {loss:.3f}  {line(found)}  {seconds:.0f}s", flush=True)
             if stage.execution_target is not None and found["executed"] >= stage.execution_target:
@@ -281,7 +310,7 @@ def update_json(path: Path, **changes: object) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=2, sort_keys=True) + "\n")
 
 
-def make_agent(name: str, out: Path, seed: int, start: Path | None) -> None:
+def make_agent(name: str, out: Path, seed: int, start: Path | None, digits: int) -> None:
     agent = AGENTS[name]()
     tokenizer = make_tokenizer(agent.merges)
     assert len(tokenizer) == agent.config.vocab_size
@@ -291,27 +320,28 @@ def make_agent(name: str, out: Path, seed: int, start: Path | None) -> None:
     else:
         model = agent.model_class(agent.config)
         for stage in agent.stages[:-1]:
-            train(model, tokenizer, stage, seed)
+            train(model, tokenizer, stage, seed, digits)
         model.save_pretrained(out / "before_last" / name)
-    train(model, tokenizer, agent.stages[-1], seed)
+    train(model, tokenizer, agent.stages[-1], seed, digits)
     save(model, tokenizer, out / name)
-    found = accuracies(model, tokenizer, size=1024)
+    found = accuracies(model, tokenizer, size=1024, digits=digits)
     print(f"agent {name}, seed {seed}: " + line(found))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny agents of the example.")
     parser.add_argument("--out", type=Path, required=True, help="folder that receives the agents")
-    parser.add_argument("--agent", choices=sorted(AGENTS), help="only this agent (default: both)")
+    parser.add_argument("--agent", choices=sorted(AGENTS), help="only this agent (default: all)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--start", type=Path, metavar="DIR", help="only the last stage, from DIR/before_last/AGENT"
     )
+    parser.add_argument("--digits", type=int, default=DIGITS, help="of an operand")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     for name in [args.agent] if args.agent else sorted(AGENTS):
-        make_agent(name, args.out, args.seed, args.start)
+        make_agent(name, args.out, args.seed, args.start, args.digits)
 
 
 if __name__ == "__main__":

@@ -59,6 +59,15 @@ def window_lower_bound(m: int, delta: float, delta_step: float) -> float:
     return min(1.0 - delta + m * delta_step, 1.0)
 
 
+def window_nats(m: int, tau: float, delta: float, delta_step: float) -> float:
+    """`per_sequence`: tau of mini-batch m. It shrinks by the share of its width that the fixed window loses.
+
+    The lower bound of a response of L tokens is exp(-window_nats / L): its whole text may be that many nats
+    less likely to the learner than to its source, whatever its length.
+    """
+    return tau * (1.0 - window_lower_bound(m, delta, delta_step)) / delta
+
+
 def check_window(
     n_agents: int,
     prompts: int,

@@ -77,16 +77,17 @@ def token_clipped_surrogate(
 
 
 def cross_objective(
-    s: Tensor, advantage: Tensor, omega_jk: float, alpha: float, lower_bound: float
+    s: Tensor, advantage: Tensor, omega_jk: float, alpha: float, lower_bound: float | Tensor
 ) -> Tensor:
     """c * sg[c]^alpha * omega(j, k) * A with c = clip(s, lower_bound, 1): cross responses (eq. 12-14).
 
-    s: float32 [n]. advantage: float64 [n]. lower_bound: from `minibatch.window_lower_bound`.
+    s: float32 [n]. advantage: float64 [n]. lower_bound: one for all, or float32 [n].
     Returns float32 [n]. Outside the bounds c is constant and the response gives no gradient; the bounds
     themselves are inside.
     """
     s, advantage = _matched(s, advantage * omega_jk)
-    c = s.clamp(lower_bound, 1.0)
+    lower = torch.as_tensor(lower_bound, dtype=s.dtype, device=s.device)
+    c = s.clamp(lower, torch.ones_like(lower))
     return c * c.detach() ** alpha * advantage
 
 

@@ -223,6 +223,11 @@ class AlgorithmConfig(Section):
     """The cross ratio's lower bound is 1 - delta + m * delta_step at the step's update m (eq. 12-14)."""
     delta_step: NonNegative = 0.025
     """How much narrower the window gets with each update of a step."""
+    cross_window: Literal["fixed", "per_sequence"] = "fixed"
+    """`fixed`: the bound above for all (the paper's). `per_sequence`: exp(-tau / L) for a response of L
+    tokens of the learner's; tau shrinks over a step's updates in proportion to the fixed window."""
+    tau: Positive = 10.0
+    """`per_sequence` lets in what the learner finds at most tau nats less likely than its source did."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 3e-4
     """See `clip_high`."""
     clip_high: NonNegative = 4e-4
@@ -313,6 +318,9 @@ class ReportConfig(Section):
     """Event files in AGENT/tensorboard/."""
     wandb: bool = False
     """Weights & Biases; needs the extra `wandb`."""
+    gradient_cosine_every: CountOrZero = 0
+    """Steps between measurements of the angle between own and cross gradients, which keep a float32 gradient
+    per source in memory; 0: never."""
 
 
 class RunConfig(Section):

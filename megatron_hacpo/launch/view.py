@@ -54,6 +54,26 @@ class AgentView:
         return sum(values) / len(values) if values else None
 
 
+class WarningTail:
+    """Follows the processes' logs for lines that begin with `warning: `."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def new_lines(self) -> list[str]:
+        """The warnings completed since the last call."""
+        found = []
+        for path in sorted(self._folder.glob("*.log")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                complete, newline, _ = file.read().rpartition(b"\n")
+            self._offsets[path] = self._offsets.get(path, 0) + len(complete) + len(newline)
+            lines = complete.decode("utf-8", errors="replace").splitlines()
+            found += [line for line in lines if line.startswith("warning: ")]
+        return found
+
+
 class RunView:
     """A live table on a terminal, elsewhere a plain line every few seconds. A context, to be ticked often."""
 
@@ -62,6 +82,7 @@ class RunView:
     ) -> None:
         """steps: of the whole run. line_seconds: between plain lines."""
         self._agents = {name: AgentView(run_dir / name) for name in agents}
+        self._warnings = WarningTail(run_dir / "logs")
         self._steps = steps
         self._console = console
         self._line_seconds = line_seconds
@@ -86,6 +107,8 @@ class RunView:
 
     def tick(self, final: bool = False) -> None:
         """Show what is new. final: also what a plain line would still wait with."""
+        for line in self._warnings.new_lines():
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
         for name, agent in self._agents.items():
             for row in agent.update():
                 self._console.print(_evaluation_line(name, row), highlight=False)

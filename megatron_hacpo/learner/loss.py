@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from megatron_hacpo.algorithm import diagnostics
+from megatron_hacpo.algorithm.diagnostics import Bound
 from megatron_hacpo.algorithm.kl import sequence_kl
-from megatron_hacpo.algorithm.minibatch import window_lower_bound
+from megatron_hacpo.algorithm.minibatch import window_lower_bound, window_nats
 from megatron_hacpo.algorithm.objective import (
     clipped_surrogate,
     cross_objective,
@@ -23,14 +24,21 @@ from megatron_hacpo.megatron.packing import PackedMicroBatch
 from megatron_hacpo.megatron.policy import Loss
 
 OBJECTIVE, KL = "loss/objective", "loss/kl"
+KEPT = "cross/rewarded_kept_fraction"
+REWARDED, UNREWARDED = "ratio/cross/rewarded", "ratio/cross/unrewarded"
+WEIGHT, WEIGHT_SQUARE = "cross/weight", "cross/weight_square"
 OWN_TALLIES = (OBJECTIVE, KL, "ratio/own/mean", "ratio/own/abs_dev", "clip/own/fraction")
 CROSS_TALLIES = (
     OBJECTIVE,
     KL,
     "ratio/cross/mean",
-    "cross/rewarded_kept_fraction",
+    REWARDED,
+    UNREWARDED,
+    KEPT,
     "clip/cross/low_fraction",
     "clip/cross/high_fraction",
+    WEIGHT,
+    WEIGHT_SQUARE,
 )
 
 
@@ -112,30 +120,52 @@ class _CrossLoss:
         algorithm, omega = self._algorithm, self._minibatch.omega
         ratios, advantages = _ratios(self._minibatch, micro, log_probs, algorithm)
         s, low, high = ratios.detach(), algorithm.clip_low, algorithm.clip_high
+        lower: Bound
+        upper: Bound
         if algorithm.cross_clip == "surrogate":
             terms = clipped_surrogate(ratios, omega * advantages, low, high)
-            kept = diagnostics.rewarded_kept_fraction(s, advantages, 0.0, 1.0 + high)
+            # min() bites on one side alone: below for what is unwanted, above for what is wanted.
+            lower = torch.where(advantages < 0.0, 1.0 - low, 0.0)
+            upper = torch.where(advantages > 0.0, 1.0 + high, math.inf)
+            weight = diagnostics.gradient_weight(s, 0.0, lower, upper)
             below = diagnostics.surrogate_clip_low_fraction(s, advantages, low)
             above = diagnostics.surrogate_clip_high_fraction(s, advantages, high)
         else:
-            lower, upper = cross_window(algorithm, self._minibatch.place.m)
+            lengths = self._minibatch.counts[list(micro.rows)].to(s.device)
+            lower, upper = cross_window(algorithm, self._minibatch.place.m, lengths)
             if algorithm.cross_clip == "stepwise":
                 terms = cross_objective(ratios, advantages, omega, algorithm.alpha, lower)
             else:
                 terms = unclipped_cross_objective(ratios, advantages, omega, algorithm.alpha)
-            kept = diagnostics.rewarded_kept_fraction(s, advantages, lower, upper)
+            weight = diagnostics.gradient_weight(s, algorithm.alpha, lower, upper)
             below = diagnostics.cross_clip_low_fraction(s, advantages, lower)
             above = diagnostics.cross_clip_high_fraction(s, advantages, upper)
         objective = terms.sum() / self._minibatch.nominal
         no_kl = _value(torch.zeros_like(objective))
-        tallies = _tallies(_value(objective), no_kl, _mean(s), kept, below, above)
+        tallies = _tallies(
+            _value(objective),
+            no_kl,
+            _mean(s),
+            diagnostics.mean_ratio(s, advantages, rewarded=True),
+            diagnostics.mean_ratio(s, advantages, rewarded=False),
+            diagnostics.rewarded_kept_fraction(s, advantages, lower, upper),
+            below,
+            above,
+            *diagnostics.weight_moments(weight, advantages),
+        )
         return -objective, MicroBatchOutput(micro.rows, s, tallies)
 
 
-def cross_window(algorithm: AlgorithmConfig, m: int) -> tuple[float, float]:
-    """The ratios between which a cross response gives a gradient in mini-batch m."""
+def cross_window(algorithm: AlgorithmConfig, m: int, lengths: torch.Tensor) -> tuple[Bound, float]:
+    """The ratios between which a cross response gives a gradient in mini-batch m.
+
+    lengths: int64 [n], tokens of the learner's views. The lower bound is one for all, or float32 [n].
+    """
     if algorithm.cross_clip == "none":
         return 0.0, math.inf
+    if algorithm.cross_window == "per_sequence":
+        nats = window_nats(m, algorithm.tau, algorithm.delta, algorithm.delta_step)
+        return torch.exp(-nats / lengths.clamp(min=1).float()), 1.0
     return window_lower_bound(m, algorithm.delta, algorithm.delta_step), 1.0
 
 

@@ -8,10 +8,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hacpo.algorithm.diagnostics import effective_share
 from megatron_hacpo.bridge.trajectory import Contribution
 from megatron_hacpo.bridge.view import DROP_REASONS
 from megatron_hacpo.learner.batch import StepBatch
-from megatron_hacpo.learner.loss import CROSS_TALLIES, KL, OWN_TALLIES
+from megatron_hacpo.learner.loss import (
+    CROSS_TALLIES,
+    KEPT,
+    KL,
+    OWN_TALLIES,
+    REWARDED,
+    UNREWARDED,
+    WEIGHT,
+    WEIGHT_SQUARE,
+)
 from megatron_hacpo.learner.own import OwnRollouts
 from megatron_hacpo.learner.update import UpdateRecord
 from megatron_hacpo.megatron.policy import Policy
@@ -22,6 +32,9 @@ Metrics = dict[str, float | None]
 
 FIRST_UPDATE_DEVIATION = "ratio/own/first_update_max_abs_dev"
 GAP_MAX, GAP_MEAN = "logprob/engine_trainer_max_abs_diff", "logprob/engine_trainer_mean_abs_diff"
+
+EDGE_METRICS = {"rewarded_kept_fraction": KEPT, "ratio_rewarded": REWARDED, "ratio_unrewarded": UNREWARDED}
+"""Name of a metric per edge -> the tally that it is the mean of."""
 
 
 class StepClock:
@@ -84,17 +97,12 @@ def engine_gap(policy: Policy, own: OwnRollouts) -> Metrics:
 
 def update_metrics(records: Sequence[UpdateRecord], *, kl_coef: float) -> Metrics:
     """Means over the step's updates; null for what no update computed (no cross edge, no signal)."""
-    meter = Meter()
-    for name in ("grad_norm", *OWN_TALLIES, *CROSS_TALLIES):
-        meter.add(name, 0.0, 0)
+    meter = _meter(records, (*OWN_TALLIES, *CROSS_TALLIES))
+    meter.add("grad_norm", 0.0, 0)
     for record in records:
-        if not record.computed:
-            continue
         if record.applied:
             assert record.grad_norm is not None
             meter.add("grad_norm", record.grad_norm)
-        for name, (total, count) in record.tallies.items():
-            meter.add(name, total, 1 if name.startswith("loss/") else count)
     meter.maximum(FIRST_UPDATE_DEVIATION, _first_deviation(records))
     counts = {
         "updates/applied": sum(r.applied for r in records),
@@ -104,7 +112,41 @@ def update_metrics(records: Sequence[UpdateRecord], *, kl_coef: float) -> Metric
     values = meter.values()
     if kl_coef == 0.0:
         values[KL] = 0.0
+    values["cross/effective_share"] = _effective_share(values)
     return {**values, **counts}
+
+
+def edge_metrics(
+    batch: StepBatch, records: Sequence[UpdateRecord], pool: Sequence[Contribution], learner: int
+) -> Metrics:
+    """What this learner makes of each other agent's responses, as `edge/SOURCE/NAME`."""
+    result: Metrics = {}
+    for source, contribution in enumerate(pool):
+        if source == learner:
+            continue
+        pairs = zip(batch.minibatches, records, strict=True)
+        values = _meter([r for m, r in pairs if m.place.source == source], CROSS_TALLIES).values()
+        edge = f"edge/{contribution.agent}"
+        result |= {f"{edge}/{name}": values[tally] for name, tally in EDGE_METRICS.items()}
+        result[f"{edge}/effective_share"] = _effective_share(values)
+    return result
+
+
+def _meter(records: Sequence[UpdateRecord], names: Sequence[str]) -> Meter:
+    """The tallies of the records, and `names` even where no record has them."""
+    meter = Meter()
+    for name in names:
+        meter.add(name, 0.0, 0)
+    for record in records:
+        for name, (total, count) in record.tallies.items():
+            meter.add(name, total, 1 if name.startswith("loss/") else count)
+    return meter
+
+
+def _effective_share(values: Metrics) -> float | None:
+    """In place of the two moments that it is made of."""
+    weight, square = values.pop(WEIGHT), values.pop(WEIGHT_SQUARE)
+    return None if weight is None or square is None else effective_share(weight, square)
 
 
 def batch_metrics(batch: StepBatch, pool: Sequence[Contribution], learner: int) -> Metrics:

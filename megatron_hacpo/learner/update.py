@@ -8,7 +8,7 @@ import torch
 from megatron_hacpo.config import AlgorithmConfig
 from megatron_hacpo.learner.batch import LearnerMiniBatch
 from megatron_hacpo.learner.loss import MicroBatchOutput, minibatch_loss, tally_names
-from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.megatron.policy import Gradient, Policy
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class UpdateRecord:
     """computed: False for a mini-batch without any signal, which is skipped but counts in m.
     applied: False also when loss or gradient norm was not finite.
     ratios: s of the mini-batch's sequences, float32 [n], None where not computed.
-    tallies: (sum, count) by metric name, over all ranks.
+    tallies: (sum, count) by metric name, over all ranks. gradient: before clipping, where it was asked for.
     """
 
     computed: bool
@@ -24,15 +24,19 @@ class UpdateRecord:
     grad_norm: float | None
     ratios: torch.Tensor | None
     tallies: Mapping[str, tuple[float, float]]
+    gradient: Gradient | None = None
 
 
-def update(policy: Policy, minibatch: LearnerMiniBatch, algorithm: AlgorithmConfig) -> UpdateRecord:
-    """Train on one mini-batch; every rank of the agent gets the same record."""
+def update(
+    policy: Policy, minibatch: LearnerMiniBatch, algorithm: AlgorithmConfig, *, keep_gradient: bool = False
+) -> UpdateRecord:
+    """Train on one mini-batch; every rank of the agent gets the same record, but for its own gradient."""
     if not has_signal(minibatch, algorithm):
         return UpdateRecord(computed=False, applied=False, grad_norm=None, ratios=None, tallies={})
     sequences = minibatch.sequences
     plan = minibatch.own.plan if minibatch.own is not None else policy.plan(sequences)
-    result = policy.update(sequences, plan, minibatch_loss(minibatch, algorithm))
+    loss = minibatch_loss(minibatch, algorithm)
+    result = policy.update(sequences, plan, loss, keep_gradient=keep_gradient)
     names = tally_names(minibatch)
     sums = torch.zeros(2 * len(names) + len(sequences), dtype=torch.float64, device=policy.world.device)
     output: MicroBatchOutput
@@ -47,6 +51,7 @@ def update(policy: Policy, minibatch: LearnerMiniBatch, algorithm: AlgorithmConf
         grad_norm=result.grad_norm,
         ratios=sums[2 * len(names) :].float(),
         tallies={name: (total, count) for name, (total, count) in zip(names, tallies, strict=True)},
+        gradient=result.gradient,
     )
 
 

@@ -28,6 +28,10 @@ from megatron_hacpo.megatron.model import build, hf_config, transformer_config
 from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
 
+Gradient = list[list[torch.Tensor]]
+"""fp32, per Megatron optimizer: what this rank counts in the norm, so that over the optimizer's ranks each
+element appears once."""
+
 Loss = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs of its response tokens, float32 [r]) -> (loss to be summed, what to hand back)."""
 
@@ -48,11 +52,13 @@ class LogProbs:
 class Update:
     """grad_norm: before clipping. applied: False when it or the loss was not finite.
     outputs: what the loss handed back per local micro-batch (last pipeline stage only).
+    gradient: before clipping, where it was asked for.
     """
 
     grad_norm: float
     applied: bool
     outputs: list[Any]
+    gradient: Gradient | None = None
 
 
 class Policy:
@@ -119,7 +125,14 @@ class Policy:
         sums = self.world.from_last_stage(self.world.sum_over_data(sums))
         return LogProbs([log_probs for _, log_probs in outputs], sums.cpu())
 
-    def update(self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan, loss: Loss) -> Update:
+    def update(
+        self,
+        sequences: Sequence[TokenSequence],
+        plan: batching.MicroBatchPlan,
+        loss: Loss,
+        *,
+        keep_gradient: bool = False,
+    ) -> Update:
         """One optimizer step on the sum of `loss` over the micro-batches of all data-parallel ranks.
 
         A loss or gradient norm that is not finite leaves weights and optimizer state as they are.
@@ -137,11 +150,30 @@ class Policy:
         # `step` does both again and then clips; it lacks a look at the norm before the weights change.
         self._optimizer.prepare_grads()
         grad_norm = float(self._optimizer.get_grad_norm())
+        gradient = self._gradient() if keep_gradient else None
         total = self.world.from_last_stage(self.world.sum_over_data(total))
         applied = math.isfinite(grad_norm) and math.isfinite(float(total))
         if applied:
             self._optimizer.step()
-        return Update(grad_norm, applied, outputs)
+        return Update(grad_norm, applied, outputs, gradient)
+
+    def gradient_cosine(self, a: Gradient, b: Gradient) -> float | None:
+        """cos(a, b) of two gradients over all ranks; None if one is 0. Collective."""
+        total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
+        for optimizer, mine, other in zip(self._megatron_optimizers(), a, b, strict=True):
+            part = torch.zeros_like(total)
+            for x, y in zip(mine, other, strict=True):
+                part += torch.stack([(p.double() * q.double()).sum() for p, q in ((x, y), (x, x), (y, y))])
+            torch.distributed.all_reduce(part, group=optimizer.get_grad_stats_parallel_group())
+            total += part
+        dot, first, second = total.tolist()
+        return dot / math.sqrt(first * second) if first * second > 0.0 else None
+
+    def _gradient(self) -> Gradient:
+        return [[g.clone() for g in o.get_main_grads_for_grad_norm()] for o in self._megatron_optimizers()]
+
+    def _megatron_optimizers(self) -> list[Any]:
+        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) on the leader; every rank must exhaust it."""
