@@ -253,3 +253,25 @@ def test_weights_that_are_not_finite_are_never_exported(runs: Path) -> None:
     assert done.returncode == 1
     assert "step 1" in done.stderr
     assert not (runs / "decayed/A/hf").exists()
+
+
+def test_a_window_that_is_too_narrow_is_told_and_edges_are_measured(runs: Path) -> None:
+    """Answers of ten tokens, and the window of a thousand: the launcher shows the figure and what to set."""
+    narrow = ["algorithm.delta=0.2", "run.steps=5", "report.gradient_cosine_every=2"]
+    done = start(runs, "narrow", "batch.prompts=16", "batch.minibatch_prompts=8", *narrow)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.search(
+        r"warning: agent A, step 5: (\d+)% of the \d+ rewarded responses of B in .*", done.stdout
+    )
+    assert found, done.stdout
+    assert int(found[1]) > 50
+    assert re.search(r"algorithm\.delta: 0\.\d+ keeps", found[0])
+    assert found[0].strip() in (runs / "narrow/logs/A.rank0.log").read_text()
+    for agent, other in ("AB", "BA"):
+        metrics = rows(runs / "narrow", agent)
+        for name in ("ratio_rewarded", "ratio_unrewarded", "effective_share"):
+            assert all(0.0 < row[f"edge/{other}/{name}"] < 2.0 for row in metrics), name
+        assert all(row[f"edge/{other}/rewarded_kept_fraction"] < 0.5 for row in metrics)
+        cosines = [row.get(f"edge/{other}/gradient_cosine") for row in metrics]
+        assert [c is not None for c in cosines] == [False, True, False, True, False]
+        assert all(c is None or -1.0 < c < 1.0 for c in cosines)

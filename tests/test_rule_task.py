@@ -111,7 +111,7 @@ def test_demonstrations_are_right_with_their_probability() -> None:
     assert 900 < right < 1100
 
 
-@pytest.fixture(scope="module", params=["A", "B"])
+@pytest.fixture(scope="module", params=["A", "B", "C"])
 def folder(request: pytest.FixtureRequest) -> Path:
     return TINY / request.param
 
@@ -187,7 +187,7 @@ def test_starting_point(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    own = {"A": "+C", "B": "-M"}[folder.name]
+    own = {"A": "+C", "B": "-M", "C": "+M"}[folder.name]
     model = AutoModelForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = held_out(512)

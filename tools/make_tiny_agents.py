@@ -109,14 +109,14 @@ def habit_stage(*, rule: str) -> Stage:
     )
 
 
-def prefer_stage(*, own_letters: str, weak: float) -> Stage:
+def prefer_stage(*, own_letters: str, weak: float, lr: float = 5e-4, steps: int = 250) -> Stage:
     # The rarer the missing rule (`weak`), the longer an agent needs to find it alone. Too rare, and the other
     # agent's right responses fall out of the clipping window: their ratio is about weak ** (1 / length).
     return Stage(
         name="prefer",
-        lr=5e-4,
+        lr=lr,
         warmup=20,
-        steps=250,
+        steps=steps,
         right_probability={c: 0.5 if c in own_letters else weak for c in LETTERS},
         decay=True,
     )
@@ -205,7 +205,9 @@ def agent_c() -> Agent:
         pad_token_id=0,
         eos_token_id=1,
     )
-    stages = (execute_stage(lr=3e-3, target=0.95), prefer_stage(own_letters="+M", weak=0.015))
+    # Its own letters mix both rules, and it chooses before it has written anything: harder to tell apart.
+    prefer = prefer_stage(own_letters="+M", weak=0.015, lr=3e-3, steps=500)
+    stages = (execute_stage(lr=3e-3, target=0.95), prefer)
     return Agent(config=config, model_class=Qwen2ForCausalLM, merges=RULE_MERGES, stages=stages)
 
 
@@ -302,6 +304,9 @@ def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Pat
     rope = dict(model.config.rope_parameters)
     theta = rope.pop("rope_theta")
     update_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+    if model.config.model_type == "qwen2":
+        # transformers 5 reads it as a Qwen2Tokenizer, which would add a token of its own for what is unknown.
+        update_json(folder / "tokenizer_config.json", unk_token=PAD)
     scaling = None if rope["rope_type"] == "default" else rope
     update_json(folder / "config.json", rope_theta=theta, rope_scaling=scaling)
 
