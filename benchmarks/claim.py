@@ -5,11 +5,12 @@
 A seed changes the last warm-start stage of the agents and the whole RL. Runs that DIR has complete are not
 repeated, so an interrupted study goes on where it stopped. Leaves in DIR:
 
-    results.json    a list of {method, seed, agent, step, sampled, greedy}
-    costs.json      a list of {method, seed, wall_seconds, cpu_seconds, responses}
-    table.md        means, standard deviations, paired differences with 95 % intervals, costs
-    curves.png      accuracy over steps, mean and range over seeds
-    runs/           the runs themselves, with all metrics
+    results.json      a list of {method, seed, agent, step, sampled, greedy}
+    costs.json        a list of {method, seed, wall_seconds, cpu_seconds, responses}
+    diagnostics.json  a list of {method, seed, agent, source, ...}: what agent made of the responses of source
+    table.md          means, standard deviations, paired differences with 95 % intervals, costs, diagnostics
+    curves.png        accuracy over steps, mean and range over seeds
+    runs/             the runs themselves, with all metrics
 
 docs/claim.md says what the figures show and what they do not.
 """
@@ -17,6 +18,8 @@ docs/claim.md says what the figures show and what they do not.
 import argparse
 import json
 import os
+import signal
+import statistics
 import subprocess
 import sys
 import threading
@@ -27,15 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from claim_report import draw, table
+from claim_report import diagnostics_table, draw, table
 from rich.console import Console
 
 from megatron_hacpo.config import load
-from megatron_hacpo.report.files import EVALUATION, read_rows
+from megatron_hacpo.report.files import EVALUATION, METRICS, read_rows
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny"
 PAIR = TINY / "pair.yaml"
+COSINE_EVERY = 20
+"""Steps between measurements of the angle between own and cross gradients."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +122,7 @@ class Run:
             f"run.steps={self.steps}",
             f"evaluation.every={self.every}",
             "report.tensorboard=false",
+            f"report.gradient_cosine_every={COSINE_EVERY}",
         ]
 
     def cost(self) -> dict[str, Any] | None:
@@ -138,13 +144,30 @@ class Run:
             for row in read_rows(self.folder / agent / EVALUATION)
         ]
 
+    def diagnostics(self) -> list[dict[str, Any]]:
+        """Per edge the means over all steps of the trainer's metrics `edge/SOURCE/NAME`."""
+        found = []
+        names = load(self.folder / "config.yaml", []).names
+        for agent in names:
+            rows = read_rows(self.folder / agent / METRICS)
+            for source in names:
+                prefix = f"edge/{source}/"
+                keys = dict.fromkeys(key for row in rows for key in row if key.startswith(prefix))
+                means = {}
+                for key in keys:
+                    values = [row[key] for row in rows if row.get(key) is not None]
+                    means[key.removeprefix(prefix)] = statistics.fmean(values) if values else None
+                if means:
+                    edge = {"method": self.method, "seed": self.seed, "agent": agent, "source": source}
+                    found.append(edge | means)
+        return found
+
 
 class Study:
     """Runs commands, so many at a time, and ends them all when it is left early."""
 
-    def __init__(self, jobs: int, console: Console) -> None:
+    def __init__(self, jobs: int) -> None:
         self._jobs = jobs
-        self._console = console
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         self._stopped = False
@@ -275,11 +298,13 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the runs end too
     args = parse()
     out: Path = args.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     console = Console()
-    study = Study(args.jobs, console)
+    study = Study(args.jobs)
+    started, finished = time.monotonic(), 0
 
     def models(method: str, seed: int) -> Path:
         digits = METHODS[method].digits
@@ -298,7 +323,6 @@ def main() -> None:
             for name in METHODS[run.method].agents
         }
         study.all(lambda agent: make_agent(study, *agent), sorted(needed))
-    started, finished = time.monotonic(), 0
 
     def one(run: Run) -> dict[str, Any]:
         nonlocal finished
@@ -323,7 +347,9 @@ def main() -> None:
     results = [row for run in runs for row in run.results()]
     (out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
     (out / "costs.json").write_text(json.dumps(costs, indent=1) + "\n")
-    text = table(results, costs)
+    diagnostics = [edge for run in runs for edge in run.diagnostics()]
+    (out / "diagnostics.json").write_text(json.dumps(diagnostics, indent=1) + "\n")
+    text = table(results, costs) + diagnostics_table(diagnostics)
     (out / "table.md").write_text(text)
     draw(results, out / "curves.png")
     console.print(text, highlight=False, markup=False)

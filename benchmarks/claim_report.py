@@ -77,6 +77,24 @@ def table(results: Rows, costs: Rows, reference: str = "hacpo") -> str:
     return "\n".join(lines) + "\n"
 
 
+def diagnostics_table(edges: Rows) -> str:
+    """Markdown: what each learner made of each source's responses, means over steps and seeds."""
+    if not edges:
+        return ""
+    names = [key for key in edges[0] if key not in ("method", "seed", "agent", "source")]
+    lines = ["", "What a learner makes of a source's responses, means over steps and seeds", ""]
+    lines += [f"| method | learner | source | {' | '.join(n.replace('_', ' ') for n in names)} |"]
+    lines += ["| --- " * (3 + len(names)) + "|"]
+    for edge in dict.fromkeys((e["method"], e["agent"], e["source"]) for e in edges):
+        mine = [e for e in edges if (e["method"], e["agent"], e["source"]) == edge]
+        numbers = []
+        for name in names:
+            values = [e[name] for e in mine if e.get(name) is not None]
+            numbers.append(f"{statistics.fmean(values):.2f}" if values else "-")
+        lines.append(f"| {' | '.join([*edge, *numbers])} |")
+    return "\n".join(lines) + "\n"
+
+
 def plus_minus(mean: float, sd: float) -> str:
     return f"{mean:.3f}" if math.isnan(sd) else f"{mean:.3f} +- {sd:.3f}"
 
