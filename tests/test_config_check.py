@@ -97,8 +97,8 @@ def test_what_does_not_fit_is_one_line(override: str, expected: str) -> None:
 
 
 def test_missing_folder_names_the_key_and_where_it_was_sought() -> None:
-    (line,) = problems("agents.B.model=examples/tiny/C")
-    assert line.startswith('agents.B.model: "examples/tiny/C": no such folder in ')
+    (line,) = problems("agents.B.model=examples/tiny/nobody")
+    assert line.startswith('agents.B.model: "examples/tiny/nobody": no such folder in ')
     assert line.endswith("; give the path of a Hugging Face folder")
 
 
