@@ -38,17 +38,16 @@ from megatron_hacpo.report.files import EVALUATION, METRICS, read_rows
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "examples" / "tiny"
-PAIR = TINY / "pair.yaml"
 COSINE_EVERY = 20
 """Steps between measurements of the angle between own and cross gradients."""
 
 
 @dataclass(frozen=True)
 class Method:
-    """What a run changes of the pair's configuration. digits: of an operand; more of them, longer answers."""
+    """What a run changes of `config`. digits: of an operand; more of them, longer answers."""
 
     settings: tuple[str, ...] = ()
-    agents: str = "AB"
+    config: str = "pair.yaml"
     digits: int = 5
 
 
@@ -79,8 +78,8 @@ ABLATIONS = {
     "hacpo_delta_0.4": hacpo("delta=0.4"),
 }
 THIRD_AGENT = {
-    "gspo_trio": Method(("algorithm.name=gspo",), agents="ABC"),
-    "hacpo_trio": hacpo(agents="ABC"),
+    "gspo_trio": Method(("algorithm.name=gspo",), config="trio.yaml"),
+    "hacpo_trio": hacpo(config="trio.yaml"),
 }
 LENGTHS = {
     "hacpo_by_length": hacpo(*BY_LENGTH),
@@ -109,12 +108,20 @@ class Run:
         return self.out / "runs" / self.method / f"seed_{self.seed}"
 
     @property
+    def config(self) -> Path:
+        return TINY / METHODS[self.method].config
+
+    @property
+    def agents(self) -> list[str]:
+        return load(self.config, []).names
+
+    @property
     def settings(self) -> list[str]:
-        """Overrides of the pair's configuration."""
+        """Overrides of the configuration file."""
         method = METHODS[self.method]
         return [
             *method.settings,
-            *(f"agents.{name}.model={self.models / name}" for name in method.agents),
+            *(f"agents.{name}.model={self.models / name}" for name in self.agents),
             f"data.digits={method.digits}",
             f"run.dir={self.folder.parent}",
             f"run.name={self.folder.name}",
@@ -163,6 +170,10 @@ class Run:
         return found
 
 
+class Stopped(RuntimeError):  # noqa: N818 - reads as what happened
+    """A command was ended because another one failed, or the study was interrupted."""
+
+
 class Study:
     """Runs commands, so many at a time, and ends them all when it is left early."""
 
@@ -192,7 +203,11 @@ class Study:
                 with self._lock:
                     for process in self._processes.values():
                         process.terminate()
-        return [future.result() for future in futures if not future.cancelled()]
+        failures = [future.exception() for future in futures if not future.cancelled()]
+        for failure in failures:
+            if failure is not None and not isinstance(failure, Stopped):
+                raise failure
+        return [future.result() for future in futures]
 
     def run(self, command: list[str], log: Path) -> tuple[float, float]:
         """Wall and CPU seconds of a command, its descendants included; RuntimeError if it fails."""
@@ -200,7 +215,7 @@ class Study:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as file, self._lock:
             if self._stopped:
-                raise RuntimeError("stopped")
+                raise Stopped
             process = subprocess.Popen(
                 command,
                 cwd=ROOT,
@@ -215,11 +230,11 @@ class Study:
         with self._lock:
             del self._processes[process.pid]
         process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode and not self._stopped:
+        if process.returncode and self._stopped:
+            raise Stopped
+        if process.returncode:
             end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
             raise RuntimeError(f"{' '.join(command)}: exit code {process.returncode}; {log} ends:\n{end}")
-        if process.returncode:
-            raise RuntimeError("stopped")
         return time.monotonic() - start, usage.ru_utime + usage.ru_stime
 
     def _sample_memory(self) -> None:
@@ -252,7 +267,7 @@ def train(study: Study, run: Run) -> dict[str, Any]:
     """One run, unless it is there already; what it cost."""
     if (known := run.cost()) is not None:
         return known
-    command = [sys.executable, "-m", "megatron_hacpo", "launch", str(PAIR), "--overwrite"]
+    command = [sys.executable, "-m", "megatron_hacpo", "launch", str(run.config), "--overwrite"]
     for setting in run.settings:
         command += ["--set", setting]
     log = run.folder.with_suffix(".log")
@@ -318,9 +333,7 @@ def main() -> None:
     if args.agents is None:
         console.print(f"warm start of the agents, seeds {args.seeds}")
         needed = {
-            (run.models / name, run.seed, METHODS[run.method].digits)
-            for run in runs
-            for name in METHODS[run.method].agents
+            (run.models / name, run.seed, METHODS[run.method].digits) for run in runs for name in run.agents
         }
         study.all(lambda agent: make_agent(study, *agent), sorted(needed))
 
