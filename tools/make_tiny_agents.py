@@ -54,6 +54,16 @@ RULE_MERGES = [("(", "+"), ("(", "-")]
 # Concatenates the messages: the task's prompt is the whole text that the model sees.
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 MAX_RESPONSE_TOKENS = 12
+SHARED = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+}
+"""Fields of config.json that all agents have alike."""
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,17 +149,12 @@ def agent_a() -> Agent:
         vocab_size=2 + len(CHARACTERS),
         hidden_size=48,
         intermediate_size=144,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        rope_parameters=dict(PLAIN_ROPE),
         initializer_range=0.05,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        pad_token_id=0,
-        eos_token_id=1,
+        **SHARED,
     )
     stages = (
         execute_stage(lr=3e-3, target=0.97),
@@ -164,11 +169,8 @@ def agent_b() -> Agent:
         vocab_size=2 + len(CHARACTERS) + len(DIGIT_ALIGNED_MERGES),
         hidden_size=64,
         intermediate_size=172,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=16,
-        max_position_embeddings=256,
         # Chosen so that the scaling matters within the task's 20 positions: of the wavelengths (6.3, 20, 63,
         # 199, ... tokens) the first stays, the second and third are blended, the others stretched by 4.
         rope_parameters={
@@ -181,9 +183,7 @@ def agent_b() -> Agent:
         },
         initializer_range=0.1,  # at the usual 0.02 the first stage does not leave its plateau
         tie_word_embeddings=False,
-        bos_token_id=None,
-        pad_token_id=0,
-        eos_token_id=1,
+        **SHARED,
     )
     stages = (execute_stage(lr=1e-3, target=0.85), prefer_stage(own_letters="-M", weak=0.015))
     return Agent(config=config, model_class=LlamaForCausalLM, merges=DIGIT_ALIGNED_MERGES, stages=stages)
@@ -194,16 +194,11 @@ def agent_c() -> Agent:
         vocab_size=2 + len(CHARACTERS) + len(RULE_MERGES),
         hidden_size=64,
         intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=256,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        rope_parameters=dict(PLAIN_ROPE),
         initializer_range=0.05,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        pad_token_id=0,
-        eos_token_id=1,
+        **SHARED,
     )
     # Its own letters mix both rules, and it chooses before it has written anything: harder to tell apart.
     prefer = prefer_stage(own_letters="+M", weak=0.015, lr=3e-3, steps=500)
