@@ -17,6 +17,7 @@ from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.source import PromptSource
 from megatron_hacpo.evaluate import evaluate
+from megatron_hacpo.hf.write import write_hf_folder
 from megatron_hacpo.learner import metrics
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
 from megatron_hacpo.learner.gradients import gradient_cosines
@@ -25,7 +26,6 @@ from megatron_hacpo.learner.own import OwnRollouts, Sampled, old_log_probs, own_
 from megatron_hacpo.learner.update import UpdateRecord, update
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
-from megatron_hacpo.megatron.export import write_hf_folder
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.reward import Verifier, score
@@ -232,9 +232,7 @@ class Agent:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in stream:
             if not bool(tensor.isfinite().all()):
-                raise RuntimeError(
-                    f"agent {self.name}, step {step}: {name} is not finite after the step's updates"
-                )
+                raise RuntimeError(f"agent {self.name}, step {step}: {name} is not finite")
             yield name, tensor
 
     def export(self) -> None:

@@ -3,10 +3,13 @@
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from megatron_hacpo.convert import to_hf, to_megatron
 
 if TYPE_CHECKING:
     from megatron_hacpo.config import RunConfig
@@ -27,6 +30,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+convert = typer.Typer(help="Turn Hugging Face folders into Megatron checkpoints and back.")
+convert.command()(to_megatron)
+convert.command()(to_hf)
+app.add_typer(convert, name="convert", no_args_is_help=True)
 
 Config = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's YAML file.")]
 Settings = Annotated[
@@ -138,11 +146,11 @@ def _check_agent(run: "RunConfig", agent: str) -> None:
         raise ConfigError([f"--agent: {agent}: no such agent; the agents are {', '.join(run.names)}"])
 
 
-def main() -> None:
+def main(command: Callable[[], None] = app) -> None:
     """Entry point. A ValueError is a mistake of the user's: its lines, exit code 2, and a traceback only if
     the environment has HACPO_TRACEBACK=1."""
     try:
-        app()
+        command()
     except ValueError as error:
         if os.environ.get("HACPO_TRACEBACK") == "1":
             traceback.print_exc()

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
+from megatron_hacpo.hf.read import is_checkpoint
 from megatron_hacpo.inputs import load_tokenizers, open_prompts
 from megatron_hacpo.reward import Verifier, get_verifier, score
 from megatron_hacpo.rollout.base import Engine, Sampling
@@ -76,6 +78,7 @@ def main(config: RunConfig, names: Sequence[str]) -> None:
         agent, tokenizer = config.agents[name], tokenizers[name]
         dtype = getattr(torch, agent.dtype)
         engine = LocalEngine(agent.model, dtype=dtype, device=device, stop_ids=tokenizer.stop_ids)
+        _fill_from_checkpoint(engine, Path(agent.model))
         results[name] = evaluate(
             engine,
             prompts,
@@ -91,3 +94,15 @@ def main(config: RunConfig, names: Sequence[str]) -> None:
     for metric in results[names[0]]:
         table.add_row(metric, *(f"{results[name][metric]:.3f}" for name in names))
     Console().print(table)
+
+
+def _fill_from_checkpoint(engine: LocalEngine, folder: Path) -> None:
+    """Give the engine the weights of a folder that has them as a Megatron checkpoint."""
+    if not is_checkpoint(folder):
+        return
+    from megatron_hacpo.megatron.convert import checkpoint_tensors
+    from megatron_hacpo.megatron.runtime import alone
+
+    with alone(torch.device("cpu")):
+        tensors, _ = checkpoint_tensors(folder, folder)
+        engine.update_weights(tensors, 0)

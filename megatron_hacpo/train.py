@@ -9,6 +9,7 @@ from megatron_hacpo.learner.metrics import StepClock
 def train(config: RunConfig, name: str) -> None:
     """Train agent `name` for the run's steps; its peers are trained by their own processes."""
     with open_agent(config, name) as agent:
+        agent.sync_weights(step=0)
         agent.evaluate(step=0)
         for step in range(1, config.run.steps + 1):
             train_step(agent, step)

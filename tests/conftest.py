@@ -9,9 +9,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[object]:
-    """An agent's world of this one process; Megatron's parallel state can be set up once per process."""
+    """An agent's world of this one process; there is one at a time."""
     import torch
     import torch.distributed as dist
 

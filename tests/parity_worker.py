@@ -73,7 +73,6 @@ def main(rank: int, port: int, out: Path) -> None:
             results[layout, name] = steps_of(pair_config(*SETTINGS), name, world)
             half = steps_of(pair_config(f"agents.{name}.dtype=bfloat16"), name, world)
             results[layout, name, "bf16"] = half
-        runtime.parallel_state.destroy_model_parallel()
         world.close()
     if rank == 0:
         torch.save(results, out)

@@ -14,6 +14,9 @@ import torch
 from learner_steps import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_hacpo.megatron.convert import hf_to_megatron
+from megatron_hacpo.megatron.runtime import Layout
+
 SMALL = [
     "run.steps=3",
     "batch.prompts=8",
@@ -120,6 +123,20 @@ def test_run_leaves_everything_it_promises(pair: Path) -> None:
         assert list((pair / agent / "tensorboard").glob("events.*"))
         assert (pair / "step_3" / "pool" / agent).is_file()
         assert (pair / "logs" / f"{agent}.rank0.log").is_file()
+
+
+def test_training_from_converted_checkpoints_is_the_same_run(pair: Path, runs: Path) -> None:
+    models = []
+    for agent in "AB":
+        checkpoint = runs / f"{agent}.megatron"
+        hf_to_megatron(ROOT / "examples/tiny" / agent, checkpoint, layout=Layout(tensor=2))
+        models.append(f"agents.{agent}.model={checkpoint}")
+    converted = launch(runs, "converted", *models)
+    for agent in "AB":
+        assert without_times(converted, agent) == without_times(pair, agent)
+        assert rows(converted, agent, "eval.jsonl") == rows(pair, agent, "eval.jsonl")
+        weights = [(run / agent / "hf/model.safetensors").read_bytes() for run in (converted, pair)]
+        assert weights[0] == weights[1]
 
 
 def test_exported_agents_load_in_transformers_and_have_learned_something(pair: Path) -> None:

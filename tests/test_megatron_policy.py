@@ -6,69 +6,19 @@ import numpy as np
 import pytest
 import torch
 from learner_steps import make_policy, own_rollouts, pair_config, run_steps
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PretrainedConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from random_models import CONFIGS, SIZES, random_model
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig
 
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.config import OptimizerConfig
-from megatron_hacpo.families import family_of
+from megatron_hacpo.hf.families import family_of
+from megatron_hacpo.hf.read import HFWeights
+from megatron_hacpo.hf.write import write_hf_folder
 from megatron_hacpo.learner.batch import OwnBlock
 from megatron_hacpo.megatron.batching import MicroBatchPlan
-from megatron_hacpo.megatron.conversion import HFWeights
-from megatron_hacpo.megatron.export import write_hf_folder
 from megatron_hacpo.megatron.packing import TokenSequence
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.megatron.runtime import World
-
-SIZES = {
-    "vocab_size": 37,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-CONFIGS = {
-    "qwen3 tied": Qwen3Config(**SIZES, tie_word_embeddings=True),
-    "qwen3 untied": Qwen3Config(**SIZES, tie_word_embeddings=False),
-    "qwen2": Qwen2Config(**{k: v for k, v in SIZES.items() if k != "head_dim"}, tie_word_embeddings=True),
-    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "llama3 rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "linear rope": LlamaConfig(
-        **SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
-    ),
-    "mistral": MistralConfig(**SIZES, sliding_window=None),
-}
-
-
-def random_model(
-    config: PretrainedConfig, folder: Path, dtype: torch.dtype = torch.float32
-) -> torch.nn.Module:
-    """A random model with weights large enough that every part of the network matters."""
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.2)
-    model.to(dtype).save_pretrained(folder)
-    return model.to(dtype)
 
 
 def policy_of(folder: Path, world: World, dtype: torch.dtype = torch.float32, tokens: int = 4096) -> Policy:
@@ -115,7 +65,8 @@ def test_log_probs_equal_transformers_and_weights_come_back(name: str, world: Wo
     assert len(plan[0]) > 1
     got = policy.log_probs(sequences, plan).sums
     torch.testing.assert_close(got, transformers_log_probs(model, sequences, 0.7), atol=2e-4, rtol=2e-6)
-    saved = dict(HFWeights(tmp_path).tensors())
+    weights = HFWeights(tmp_path)
+    saved = {key: weights.slice(key)[:] for key in weights.stored}
     exported = dict(policy.export())
     assert exported.keys() == saved.keys()
     assert all(torch.equal(exported[key], saved[key]) for key in saved)
@@ -255,9 +206,9 @@ def test_missing_and_misshapen_tensors_are_named(world: World, tmp_path: Path) -
     random_model(CONFIGS["llama"], tmp_path)
     wider = LlamaConfig(**{**SIZES, "intermediate_size": 80})
     wider.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"gate_proj.weight \+ .*up_proj.weight gives shape"):
+    with pytest.raises(ValueError, match=r"gate_proj.weight is \[96, 48\] .* \[80, 48\] by config"):
         policy_of(tmp_path, world)
-    deeper = LlamaConfig(**{**SIZES, "num_hidden_layers": 4})
+    deeper = LlamaConfig(**{**SIZES, "num_hidden_layers": 5})
     deeper.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"no tensor model\.layers\.3\."):
+    with pytest.raises(ValueError, match=r"model\.layers\.4\..* is absent"):
         policy_of(tmp_path, world)

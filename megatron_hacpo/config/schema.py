@@ -60,7 +60,9 @@ class RunSection(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of one agent's parallel dimensions; their product is its number of processes."""
+    """Sizes of one agent's parallel dimensions. Its number of processes is tensor x pipeline x data; experts
+    are divided over the tensor x data processes of a pipeline stage.
+    """
 
     tensor: Count = 1
     """Divides heads, key-value heads and feed-forward width."""
@@ -68,6 +70,8 @@ class ParallelConfig(Section):
     """Divides the layers."""
     data: Count = 1
     """Copies of the model, each with a part of every mini-batch."""
+    expert: Count = 1
+    """Divides the experts of a mixture-of-experts model, and tensor x data."""
 
     @property
     def world_size(self) -> int:

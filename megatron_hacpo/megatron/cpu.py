@@ -32,6 +32,8 @@ _USED_MODULES = (
     "pipeline_parallel",
     "tensor_parallel.random",
     "transformer.module",
+    "transformer.moe.moe_utils",
+    "transformer.moe.token_dispatcher",
 )
 
 
@@ -53,9 +55,12 @@ def install() -> None:
     with _without_compile() if on_cpu else nullcontext():
         for name in _USED_MODULES:
             importlib.import_module(f"megatron.core.{name}")
+    # Without TransformerEngine 0.16.1's router asks for a name that it has not imported.
+    sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__.setdefault("te_general_gemm", None)
     if on_cpu:
         _patch_tensor()
         _patch_rng()
+        _patch_dispatcher()
         proxy = _torch_on_cpu()
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
@@ -85,6 +90,17 @@ class _Overlay(types.ModuleType):
         return getattr(self.__dict__["_real"], name)
 
 
+class _Stream:
+    """The only stream there is, and its only event: everything before has happened."""
+
+    def wait_stream(self, other: "_Stream") -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
+
+
 def _torch_on_cpu() -> types.ModuleType:
     """`torch` in which the device "cuda" is the CPU. Work on a CPU is in order, so waiting is a no-op."""
     cuda = _Overlay(
@@ -96,6 +112,9 @@ def _torch_on_cpu() -> types.ModuleType:
             "manual_seed": torch.manual_seed,
             "get_rng_state": lambda *args: torch.get_rng_state(),
             "set_rng_state": lambda state, *args: torch.set_rng_state(state),
+            "Stream": _Stream,
+            "current_stream": lambda *args: _Stream(),
+            "stream": lambda *args: nullcontext(),
         },
     )
     factories = ("arange", "empty", "empty_like", "full", "ones", "tensor", "zeros")
@@ -133,3 +152,13 @@ def _patch_rng() -> None:
     random = sys.modules["megatron.core.tensor_parallel.random"]
     random.__dict__["_get_cuda_rng_state"] = lambda *args, **kwargs: torch.get_rng_state()
     random.__dict__["_set_cuda_rng_state"] = lambda state, *args, **kwargs: torch.set_rng_state(state)
+
+
+def _patch_dispatcher() -> None:
+    """The token dispatcher moves its split sizes from CUDA to a list; on the CPU it leaves them a tensor."""
+
+    def moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    dispatcher = sys.modules["megatron.core.transformer.moe.token_dispatcher"]
+    dispatcher.__dict__["maybe_move_tensor_to_cpu"] = moved

@@ -91,11 +91,16 @@ class PackedAttention(torch.nn.Module):
         return out.transpose(1, 2).reshape(n * longest, -1).index_select(0, slots)
 
 
-def layer_spec(config: TransformerConfig) -> Any:
+def layer_spec(config: TransformerConfig, *, transformer_engine: bool = HAVE_TE) -> Any:
     """The decoder's layers (and final norm) for `GPTModel(transformer_layer_spec=...)`."""
-    if HAVE_TE:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    layer: ModuleSpec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    kind = {
+        "num_experts": config.num_moe_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec(**kind)
+    layer: ModuleSpec = get_gpt_layer_local_spec(**kind, normalization="RMSNorm")
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     attention = layer.submodules.self_attention.submodules

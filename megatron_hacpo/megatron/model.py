@@ -12,14 +12,28 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron_hacpo.families import family_of, head_size
+from megatron_hacpo.hf.families import (
+    expert_count,
+    family_of,
+    head_size,
+    is_tied,
+    key_value_heads,
+    rope_parameters,
+)
 from megatron_hacpo.megatron.layers import HAVE_TE, layer_spec
 from megatron_hacpo.megatron.runtime import Layout
 
 
 def hf_config(folder: Path) -> Any:
-    """The transformers config of a Hugging Face folder; never runs code from the folder."""
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    """The transformers config of a Hugging Face folder; never runs code from the folder.
+
+    Raises ValueError for a config.json that transformers refuses.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of many types: AttributeError, KeyError and transformers' own
+        reason = str(error).strip().splitlines()[-1].strip()
+        raise ValueError(f"{folder}: config.json: refused by transformers ({reason}); correct it") from error
 
 
 def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
@@ -29,13 +43,12 @@ def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> Tr
     (`calculate_per_token_loss`): the objective divides by the nominal number of sequences itself.
     """
     family = family_of(config)
-    on_gpu = torch.cuda.is_available()
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.intermediate_size,
         num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_key_value_heads,
+        num_query_groups=key_value_heads(config),
         kv_channels=head_size(config),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
@@ -51,17 +64,35 @@ def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> Tr
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, experts or not
         calculate_per_token_loss=True,
-        use_cpu_initialization=not on_gpu,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,  # every weight is read from somewhere
         apply_rope_fusion=HAVE_TE,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
+        **(_expert_settings(config) if family.has_experts else {}),
     )
+
+
+def _expert_settings(config: Any) -> dict[str, Any]:
+    """Routing as transformers does it: softmax in float32 over all experts, the best, and their sum made 1
+    where the model asks for it, which is the softmax over the best alone."""
+    return {
+        "num_moe_experts": expert_count(config),
+        "moe_ffn_hidden_size": config.moe_intermediate_size,
+        "moe_router_topk": config.num_experts_per_tok,
+        "moe_router_pre_softmax": not config.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_grouped_gemm": HAVE_TE,
+    }
 
 
 def padded_vocab_size(config: Any, layout: Layout) -> int:
@@ -70,34 +101,56 @@ def padded_vocab_size(config: Any, layout: Layout) -> int:
 
 
 def build(config: Any, megatron_config: TransformerConfig, layout: Layout) -> GPTModel:
-    """This rank's part of the model, with random weights, on the device that Megatron uses."""
-    rope = rope_parameters(config)
-    model = GPTModel(
+    """This rank's part of the model, on the device that Megatron uses; its weights are still to be read."""
+    model = _gpt_model(
+        config,
         megatron_config,
-        layer_spec(megatron_config),
         vocab_size=padded_vocab_size(config, layout),
-        max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        parallel_output=True,
-        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
-        position_embedding_type="rope",
-        rotary_base=rope["rope_theta"],
     )
-    kind = rope.get("rope_type", "default")
+    kind = rope_parameters(config)["rope_type"]
     if kind != "default":
         # Megatron hard-codes Llama 3's constants; transformers computes the frequencies of every kind.
-        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
-        if attention_factor != 1.0:
-            raise ValueError(f"rope_type: {kind!r} scales attention by {attention_factor}; not supported")
+        inv_freq, attention_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        assert attention_factor == 1.0, kind
         model.rotary_pos_emb.inv_freq = inv_freq.to(model.rotary_pos_emb.inv_freq)
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def rope_parameters(config: Any) -> dict[str, Any]:
-    """Rotary parameters under transformers 5 (`rope_parameters`) and 4 (`rope_theta`, `rope_scaling`)."""
-    if getattr(config, "rope_parameters", None):
-        return dict(config.rope_parameters)
-    scaling = getattr(config, "rope_scaling", None) or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {**scaling, "rope_theta": config.rope_theta, "rope_type": kind}
+def build_without_weights(config: Any, *, dtype: torch.dtype, layout: Layout) -> GPTModel:
+    """The whole model on the meta device: names, shapes and how they are divided, in a world of one rank.
+
+    It has the modules of the local spec, since checkpoints are the same for both; its vocabulary is padded as
+    `layout` wants it.
+    """
+    megatron_config = transformer_config(config, layout=Layout(), dtype=dtype)
+    megatron_config.use_cpu_initialization = True  # else Megatron asks for a GPU
+    megatron_config.moe_grouped_gemm = False
+    with torch.device("meta"):
+        return _gpt_model(
+            config, megatron_config, vocab_size=padded_vocab_size(config, layout), transformer_engine=False
+        )
+
+
+def _gpt_model(
+    config: Any,
+    megatron_config: TransformerConfig,
+    *,
+    vocab_size: int,
+    pre_process: bool = True,
+    post_process: bool = True,
+    transformer_engine: bool = HAVE_TE,
+) -> GPTModel:
+    return GPTModel(
+        megatron_config,
+        layer_spec(megatron_config, transformer_engine=transformer_engine),
+        vocab_size=vocab_size,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=pre_process,
+        post_process=post_process,
+        parallel_output=True,
+        share_embeddings_and_output_weights=is_tied(config),
+        position_embedding_type="rope",
+        rotary_base=rope_parameters(config)["rope_theta"],
+    )

@@ -22,11 +22,15 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_hacpo import config as settings
 from megatron_hacpo.algorithm.segments import segment_sum
-from megatron_hacpo.megatron import batching, conversion
+from megatron_hacpo.hf.read import HFWeights, is_checkpoint
+from megatron_hacpo.megatron import batching
+from megatron_hacpo.megatron.checkpoint import load_checkpoint
+from megatron_hacpo.megatron.conversion import load_weights, parts
 from megatron_hacpo.megatron.logprob import response_log_probs
 from megatron_hacpo.megatron.model import build, hf_config, transformer_config
 from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
+from megatron_hacpo.megatron.stream import hf_tensors, to_leader
 
 Gradient = list[list[torch.Tensor]]
 """fp32, per Megatron optimizer: what this rank counts in the norm, so that over the optimizer's ranks each
@@ -82,7 +86,10 @@ class Policy:
         self._budget = microbatch_tokens
         megatron_config = transformer_config(self.hf_config, layout=world.layout, dtype=dtype)
         self.module = build(self.hf_config, megatron_config, world.layout)
-        conversion.load_weights(self.module, conversion.HFWeights(folder), self.hf_config)
+        if is_checkpoint(folder):
+            load_checkpoint(self.module, folder)
+        else:
+            load_weights(self.module, HFWeights(folder), self.hf_config)
         self._reference = self._weights() if keep_reference else None
 
         half = dtype is torch.bfloat16
@@ -177,7 +184,8 @@ class Policy:
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) on the leader; every rank must exhaust it."""
-        return conversion.export_to_leader(self.module, self.hf_config, self.world)
+        stage = hf_tensors(parts(self.module, self.hf_config), self.hf_config)
+        return to_leader(stage, self.world)
 
     def local_rows(self, plan: batching.MicroBatchPlan) -> list[list[int]]:
         """The sequences of each of this data-parallel rank's micro-batches."""

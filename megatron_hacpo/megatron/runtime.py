@@ -1,6 +1,8 @@
 """One agent's world: the processes that train one model, and what they say to each other."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,11 +14,14 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of an agent's parallel dimensions; their product is its world size."""
+    """Sizes of an agent's parallel dimensions. The product of tensor, pipeline and data is its world size;
+    expert groups lie within the tensor times data ranks of a stage, with every expert whole on one rank.
+    """
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
+    expert: int = 1
 
     @property
     def world_size(self) -> int:
@@ -80,12 +85,24 @@ class World:
     def close(self) -> None:
         """Leave together: a rank that goes first aborts the others' connections."""
         dist.barrier(group=self.host_group)
+        parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 
 
-def start(*, store: dist.Store, rank: int, layout: Layout, seed: int, timeout: timedelta) -> World:
-    """Join the agent's world over `store` and set up Megatron's parallel groups and random streams."""
-    device = _device()
+def start(
+    *,
+    store: dist.Store,
+    rank: int,
+    layout: Layout,
+    seed: int,
+    timeout: timedelta,
+    device: torch.device | None = None,
+) -> World:
+    """Join the agent's world over `store` and set up Megatron's parallel groups and random streams.
+
+    device: where the model lives; by default this process's GPU, or the CPU where there is none.
+    """
+    device = device or _device()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=store,
@@ -94,7 +111,10 @@ def start(*, store: dist.Store, rank: int, layout: Layout, seed: int, timeout: t
         timeout=timeout,
     )
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=1,
     )
     model_parallel_cuda_manual_seed(seed)
     host_group = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
@@ -108,3 +128,20 @@ def _device() -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
+
+
+@contextmanager
+def alone(device: torch.device | None = None) -> Iterator[World]:
+    """A world of this process alone, for tools that need Megatron but no ranks; `device` as in `start`."""
+    world = start(
+        store=dist.HashStore(),
+        rank=0,
+        layout=Layout(),
+        seed=0,
+        timeout=timedelta(minutes=1),
+        device=device,
+    )
+    try:
+        yield world
+    finally:
+        world.close()

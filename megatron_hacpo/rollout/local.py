@@ -1,14 +1,15 @@
 """The embedded engine: a transformers causal LM in this process, with its own sampling loop."""
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from megatron_hacpo.hf.read import is_checkpoint
 from megatron_hacpo.rollout.base import FinishReason, Response, Sampling
 from megatron_hacpo.rollout.sampler import sample
 
@@ -36,7 +37,8 @@ class LocalEngine:
         max_batch_responses: int = 1024,
         trust_remote_code: bool = False,
     ) -> None:
-        """Loads the Hugging Face folder `model_dir`.
+        """Loads the Hugging Face folder `model_dir`; of one with a Megatron checkpoint instead of weights it
+        builds the model and leaves the weights to `update_weights`.
 
         Raises ValueError when the folder lacks a config or some of the model's weights, or when a stop id is
         outside the vocabulary or none is given.
@@ -48,8 +50,8 @@ class LocalEngine:
         self._max_positions: int = self._model.config.max_position_embeddings
         self._max_batch_responses = max_batch_responses
         self._cache_argument = _cache_argument(self._model)
-        self._weights: dict[str, torch.Tensor] = dict(self._model.named_parameters())
-        self._incomplete = False
+        self._weights = dict(_hf_weights(self._model))
+        self._incomplete = is_checkpoint(Path(model_dir))
         self.weights_version = 0
 
         if not stop_ids:
@@ -69,7 +71,7 @@ class LocalEngine:
         """
         if self._incomplete:
             raise RuntimeError(
-                "the last update_weights failed, so the engine's weights are a mixture: update again"
+                "the engine has no complete weights: update_weights failed, or was not called yet"
             )
         self._check_prompts(prompts, sampling.max_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
@@ -200,6 +202,10 @@ def _load(model_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     """A transformers causal LM, frozen and in evaluation mode."""
     if not (model_dir / "config.json").is_file():
         raise ValueError(f"model: {model_dir} is not a Hugging Face model folder (no config.json)")
+    if is_checkpoint(model_dir):
+        config = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        return model.eval().requires_grad_(False)
     model, info = AutoModelForCausalLM.from_pretrained(
         model_dir,
         dtype=dtype,
@@ -211,6 +217,22 @@ def _load(model_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     if info["missing_keys"]:  # transformers would leave them at random values
         raise ValueError(f"model: {model_dir} lacks the weights {sorted(info['missing_keys'])[:5]}")
     return model.eval().requires_grad_(False)
+
+
+def _hf_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name in a Hugging Face folder, parameter); transformers 5 fuses the experts of a layer in memory."""
+    for name, parameter in model.named_parameters():
+        prefix, fused, rest = name.partition("mlp.experts.")
+        if rest == "gate_up_proj":
+            for expert, both in enumerate(parameter):
+                gate, up = both.chunk(2)
+                yield f"{prefix}{fused}{expert}.gate_proj.weight", gate
+                yield f"{prefix}{fused}{expert}.up_proj.weight", up
+        elif rest == "down_proj":
+            for expert, down in enumerate(parameter):
+                yield f"{prefix}{fused}{expert}.down_proj.weight", down
+        else:
+            yield name, parameter
 
 
 def _cache_argument(model: torch.nn.Module) -> str:

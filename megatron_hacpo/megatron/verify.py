@@ -1,0 +1,76 @@
+"""Whether a checkpoint is what a Hugging Face folder is: tensor by tensor, and by what the models answer."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_hacpo.hf.read import HFWeights
+from megatron_hacpo.megatron import runtime
+from megatron_hacpo.megatron.checkpoint import load_checkpoint
+from megatron_hacpo.megatron.convert import Progress, checkpoint_tensors
+from megatron_hacpo.megatron.logprob import response_log_probs
+from megatron_hacpo.megatron.model import build, hf_config, transformer_config
+from megatron_hacpo.megatron.packing import TokenSequence, pack
+
+LIMIT = {torch.float32: 1e-4, torch.bfloat16: 0.02}
+"""Largest mean difference of log-probs, in nats, by the dtype of the computation."""
+
+PROMPTS = 4
+PROMPT_TOKENS = 128
+_SEED = 1
+
+
+def verify_tensors(folder: Path, checkpoint: Path, progress: Progress) -> int:
+    """Compare every tensor bit by bit, in the shorter of the two dtypes; how many there are.
+
+    RuntimeError names the first one that differs.
+    """
+    weights = HFWeights(folder)
+    count = 0
+    with runtime.alone(torch.device("cpu")):
+        tensors, _ = checkpoint_tensors(checkpoint, folder)
+        for name, tensor in tensors:
+            other = weights.slice(name)[:]
+            dtype = min(tensor.dtype, other.dtype, key=lambda d: d.itemsize)
+            if not torch.equal(tensor.to(dtype).view(torch.uint8), other.to(dtype).view(torch.uint8)):
+                raise RuntimeError(f"{name} differs between {checkpoint} and {folder}")
+            progress(tensor.nbytes)
+            count += 1
+    return count
+
+
+def verify_log_probs(folder: Path, checkpoint: Path) -> float:
+    """Mean |Megatron - transformers| log-prob, in nats, of random tokens after random prompts.
+
+    Both models are in memory at once: in float32 on the CPU, in bfloat16 on a GPU. RuntimeError if it is
+    above `LIMIT`.
+    """
+    config = hf_config(folder)
+    rng = np.random.default_rng(_SEED)
+    ids = rng.integers(0, config.vocab_size, (PROMPTS, PROMPT_TOKENS), dtype=np.int32)
+    with runtime.alone() as world, torch.no_grad():
+        dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
+        model = build(config, transformer_config(config, layout=world.layout, dtype=dtype), world.layout)
+        load_checkpoint(model, checkpoint)
+        micro = pack(0, range(PROMPTS), [TokenSequence(row[:1], row[1:]) for row in ids], world.device)
+        logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
+        ours = response_log_probs(logits, micro, temperature=1.0, vocab_size=config.vocab_size)
+        theirs = _transformers_log_probs(folder, ids, dtype, world.device)
+    gap = float((ours - theirs).abs().mean())
+    if not gap <= LIMIT[dtype]:
+        raise RuntimeError(
+            f"log-probs of {checkpoint} are {gap:.2g} from those of {folder} in the mean, "
+            f"above {LIMIT[dtype]:g}"
+        )
+    return gap
+
+
+def _transformers_log_probs(
+    folder: Path, ids: np.ndarray, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
+    tokens = torch.from_numpy(ids).long().to(device)
+    log_probs = model(tokens).logits[:, :-1].float().log_softmax(-1)
+    return log_probs.gather(2, tokens[:, 1:, None]).flatten()
