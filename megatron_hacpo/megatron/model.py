@@ -70,7 +70,6 @@ def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> Tr
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, experts or not
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,  # every weight is read from somewhere
         apply_rope_fusion=HAVE_TE,
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -126,6 +125,7 @@ def build_without_weights(config: Any, *, dtype: torch.dtype, layout: Layout) ->
     """
     megatron_config = transformer_config(config, layout=Layout(), dtype=dtype)
     megatron_config.use_cpu_initialization = True  # else Megatron asks for a GPU
+    megatron_config.perform_initialization = False  # there is nothing to initialize
     megatron_config.moe_grouped_gemm = False
     with torch.device("meta"):
         return _gpt_model(
