@@ -33,10 +33,11 @@ def to_megatron(
     from megatron_hacpo.megatron.runtime import Layout
     from megatron_hacpo.megatron.verify import verify_log_probs, verify_tensors
 
-    size = open_folder(source).bytes
     layout = Layout(tensor=tp, pipeline=pp, expert=ep)
-    with _disk_errors(target), _bar("converting", size) as progress:
-        hf_to_megatron(source, target, layout=layout, dtype=_torch(dtype), progress=progress)
+    with _disk_errors(target):
+        size = open_folder(source).bytes
+        with _bar("converting", size) as progress:
+            hf_to_megatron(source, target, layout=layout, dtype=_torch(dtype), progress=progress)
     if verify:
         with _bar("verifying", size) as progress:
             count = verify_tensors(source, target, progress)
@@ -96,7 +97,7 @@ def _disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        place = error.filename or target
+        place = error.filename2 or error.filename or target
         raise ValueError(f"{place}: {error.strerror or error}; mend that, nothing was written") from error
 
 

@@ -154,11 +154,11 @@ def _sharded(folder: Path) -> None:
         ),
         (
             edit_json("config.json", num_hidden_layers=1),
-            "model.layers.1.input_layernorm.weight is [48] in the safetensors files and absent by config",
+            "model.layers.1.input_layernorm.weight is [48] in model.safetensors and absent by config.json",
         ),
         (
             edit_json("config.json", tie_word_embeddings=False),
-            "lm_head.weight is absent in the safetensors files and [19, 48] by config.json",
+            "lm_head.weight is absent and config.json does not say tie_word_embeddings: true; use the",
         ),
         (
             edit_json("config.json", num_key_value_heads=3),
@@ -166,14 +166,14 @@ def _sharded(folder: Path) -> None:
         ),
         (
             edit_json("config.json", vocab_size=18),
-            "model.embed_tokens.weight is [19, 48] in the safetensors files and [18, 48] by config.json",
+            "model.embed_tokens.weight is [19, 48] in model.safetensors and [18, 48] by config.json",
         ),
         (
             _remove("model.safetensors"),
             "has no model.safetensors; give a folder with all its safetensors files",
         ),
-        (_sharded, "has no two.safetensors; give a folder with all its safetensors files"),
-        (_cut("model.safetensors"), "model.safetensors is damaged ("),
+        (_sharded, "has no two.safetensors, which model.safetensors.index.json names; fetch the folder"),
+        (_cut("model.safetensors"), "model.safetensors is cut off: model.norm.weight ends at byte 246,928"),
         (_remove("tokenizer.json"), "has no tokenizer.json; save a fast tokenizer there with transformers"),
         (_cut("tokenizer.json"), "tokenizer.json cannot be read ("),
         (

@@ -28,7 +28,9 @@ from megatron_hacpo.hf.families import (
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-_DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""In a safetensors header and in torch."""
+
 _ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _IGNORED = ("rotary_emb.inv_freq",)
 """Buffers that old checkpoints hold and that follow from config.json."""
@@ -208,7 +210,7 @@ def _read_header(path: Path) -> dict[str, Stored]:
                 f"{path.name} is cut off: {name} ends at byte {start + end:,} and the file at {size:,}; "
                 "fetch it again"
             )
-        dtype = _DTYPE_NAMES.get(entry["dtype"], entry["dtype"])
+        dtype = DTYPE_NAMES.get(entry["dtype"], entry["dtype"])
         stored[name] = Stored(path.name, dtype, tuple(entry["shape"]), end - begin)
         at = end
     if start + at != size:

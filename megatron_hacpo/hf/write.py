@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from megatron_hacpo.hf.read import CHECKPOINT_FILES, INDEX, SINGLE
+from megatron_hacpo.hf.read import CHECKPOINT_FILES, DTYPE_NAMES, INDEX, SINGLE
 
 SHARD_BYTES = 5 * 10**9
 """Largest weight file, unless one tensor alone is larger; transformers' own default."""
@@ -31,7 +31,11 @@ _WEIGHTS = (
 )
 
 Tensors = Iterable[tuple[str, torch.Tensor]]
-"""(Hugging Face name, full tensor)."""
+"""(Hugging Face name, full tensor, which nothing changes until the last one is written)."""
+
+_PIECE_BYTES = 2**20
+"""Of one write call. Given a whole tensor, the kernel looks for large free pages, which can take longer than
+all the rest."""
 
 
 @contextmanager
@@ -118,9 +122,7 @@ def write_weights(
     total = 0
     for shard in by_bytes(_on_host(tensors, dtype), shard_bytes):
         path = folder / f"shard-{len(shards)}"
-        save_file(dict(shard), path, metadata={"format": "pt"})
-        os.chmod(path, 0o666 & ~_umask())  # safetensors writes for the owner alone
-        _sync(path)
+        _write_file(shard, path)
         weight_map |= {name: len(shards) for name, _ in shard}
         total += sum(tensor.nbytes for _, tensor in shard)
         shards.append(path)
@@ -152,8 +154,33 @@ def by_bytes(tensors: Tensors, limit: int) -> Iterator[list[tuple[str, torch.Ten
 
 
 def _on_host(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    # The stream may reuse its buffers, so each tensor is copied as it passes.
-    return ((name, t.detach().to("cpu", dtype or t.dtype, copy=True)) for name, t in tensors)
+    return ((name, t.detach().to("cpu", dtype or t.dtype)) for name, t in tensors)
+
+
+def _write_file(tensors: list[tuple[str, torch.Tensor]], path: Path) -> None:
+    """A safetensors file, on the disk when this returns.
+
+    The format: eight bytes with the header's length, the header as JSON, the data. The longest dtype comes
+    first, as in safetensors' own writer, so that every tensor starts at a multiple of its element's size.
+    """
+    names = {getattr(torch, name): code for code, name in DTYPE_NAMES.items()}
+    ordered = sorted(tensors, key=lambda item: -item[1].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + tensor.nbytes
+        shape = list(tensor.shape)
+        header[name] = {"dtype": names[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, tensor in ordered:
+            data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+            for start in range(0, len(data), _PIECE_BYTES):
+                file.write(data[start : start + _PIECE_BYTES])
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
@@ -161,17 +188,3 @@ def _tell_dtype(config: Path, dtype: torch.dtype) -> None:
     key = "torch_dtype" if "torch_dtype" in fields else "dtype"  # transformers 4 and 5
     fields[key] = str(dtype).removeprefix("torch.")
     config.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

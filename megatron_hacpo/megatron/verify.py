@@ -70,7 +70,9 @@ def verify_log_probs(folder: Path, checkpoint: Path) -> float:
 def _transformers_log_probs(
     folder: Path, ids: np.ndarray, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).to(device)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, local_files_only=True, trust_remote_code=False
+    ).to(device)
     tokens = torch.from_numpy(ids).long().to(device)
     log_probs = model(tokens).logits[:, :-1].float().log_softmax(-1)
     return log_probs.gather(2, tokens[:, 1:, None]).flatten()
