@@ -101,7 +101,8 @@ def write_checkpoint(model: GPTModel, value: Callable[[str], torch.Tensor], fold
     value: a parameter's value by its name; called once for each, in the model's order.
     """
     planner = _LazyPlanner(list(_pieces(model)), value)
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1)
+    # With nothing copied ahead, tensors are asked for in order and written at once, with or without a GPU.
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     with _bare_errors():
         dcp.save({}, storage_writer=writer, planner=planner)
     torch.save({}, folder / _COMMON)
@@ -115,6 +116,7 @@ class _LazyPlanner(SavePlanner):
         self._pieces = pieces
         self._value = value
         self._held: tuple[str, torch.Tensor] | None = None
+        self._buffers: dict[torch.Size, torch.Tensor] = {}
         self._by_index = {self._index(piece.sharded): piece for piece in pieces}
         assert len(self._by_index) == len(pieces)
 
@@ -148,8 +150,10 @@ class _LazyPlanner(SavePlanner):
         piece = self._by_index[index]
         if self._held is None or self._held[0] != piece.name:
             self._held = (piece.name, self._value(piece.name).to(piece.sharded.dtype))
-        tensor = piece.view(self._held[1])
-        return tensor[(None,) * piece.sharded.prepend_axis_num]
+        view = piece.view(self._held[1])[(None,) * piece.sharded.prepend_axis_num]
+        # The writer refers to what it has written until the end, and through a view to a whole mapped file. So
+        # it is given copies, which may share their memory: each one is written before the next is asked for.
+        return self._buffers.setdefault(view.shape, torch.empty_like(view)).copy_(view)
 
 
 def stored_dtype(folder: Path) -> torch.dtype:
