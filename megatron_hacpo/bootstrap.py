@@ -58,6 +58,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         temperature=settings.rollout.temperature,
         microbatch_tokens=config.batch.microbatch_tokens,
         keep_reference=config.algorithm.kl_coef > 0.0,
+        recompute=settings.recompute,
     )
     engine = writer = None
     if world.is_leader:

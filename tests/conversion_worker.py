@@ -27,6 +27,7 @@ LAYOUTS = {
     "tp2 dp2": {"tensor": 2, "data": 2},
     "pp2 dp2": {"pipeline": 2, "data": 2},
     "tp2 pp2": {"tensor": 2, "pipeline": 2},
+    "pp2 vpp2 cp2": {"pipeline": 2, "virtual_pipeline": 2, "context": 2},
     "dp4 ep2": {"data": 4, "expert": 2},
     "tp2 pp2 ep2": {"tensor": 2, "pipeline": 2, "expert": 2},
 }
@@ -49,15 +50,16 @@ def compare(folder: Path, world: runtime.World) -> list[list[str]]:
     found = []
     for source in ("hf", "megatron"):
         megatron_config = transformer_config(config, layout=world.layout, dtype=dtype)
-        model = build(config, megatron_config, world.layout)
+        models = build(config, megatron_config, world.layout)
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.fill_(float("nan"))
+            for model in models:
+                for parameter in model.parameters():
+                    parameter.fill_(float("nan"))
         if source == "hf":
-            load_weights(model, weights, config)
+            load_weights(models, weights, config)
         else:
-            load_checkpoint(model, folder.with_name(f"{folder.name}.megatron"))
-        stream = to_leader(hf_tensors(parts(model, config), config), world)
+            load_checkpoint(models, folder.with_name(f"{folder.name}.megatron"))
+        stream = to_leader(hf_tensors(parts(models, config), config), world)
         streamed = {name: tensor.clone() for name, tensor in stream}
         found.append(differences(streamed, weights) if world.is_leader else [])
     return found

@@ -41,6 +41,7 @@ def make_policy(config: RunConfig, name: str, world: World, *, microbatch_tokens
         temperature=agent.rollout.temperature,
         microbatch_tokens=microbatch_tokens,
         keep_reference=config.algorithm.kl_coef > 0.0,
+        recompute=agent.recompute,
     )
 
 

@@ -105,12 +105,13 @@ def logits_of(checkpoint: Path, ids: np.ndarray) -> torch.Tensor:
     """Megatron's logits [tokens, vocabulary] of one sequence, from a checkpoint, in float32."""
     config = hf_config(checkpoint)
     with runtime.alone() as world, torch.no_grad():
-        model = build(
+        (model,) = build(
             config, transformer_config(config, layout=world.layout, dtype=torch.float32), world.layout
         )
-        load_checkpoint(model, checkpoint)
+        load_checkpoint([model], checkpoint)
         micro = pack(0, [0], [TokenSequence(ids[:1], ids[1:])], world.device)
-        return model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)[0]
+        hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
+        return hidden[:, 0] @ model.output_weight.T
 
 
 def largest_difference(config: PretrainedConfig, folder: Path, tokens: int) -> float:

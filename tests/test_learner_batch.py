@@ -156,9 +156,9 @@ def test_equal_rewards_give_no_signal_and_no_update(
     batch = build_pool(config, [changed(mine, list(range(32)), reward=1.0), other], own, tokenizer)
     assert batch.advantages.equal_groups == 8
     assert not any(has_signal(mb, config.algorithm) for mb in batch.minibatches)
-    before = [p.clone() for p in policy.module.parameters()]
+    before = [p.clone() for p in policy.parameters()]
     records = [update(policy, mb, config.algorithm) for mb in batch.minibatches]
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     metrics = update_metrics(records, kl_coef=0.0)
     assert metrics["updates/without_signal"] == 4
     assert metrics["grad_norm"] is None
@@ -197,7 +197,7 @@ def test_a_ratio_that_is_not_finite_skips_the_update_and_leaves_no_nan(
     assert record.computed
     assert not record.applied
     assert update_metrics([record], kl_coef=0.0)["updates/nonfinite"] == 1
-    assert all(bool(p.isfinite().all()) for p in policy.module.parameters())
+    assert all(bool(p.isfinite().all()) for p in policy.parameters())
 
 
 def test_pools_of_the_wrong_size_are_refused(config: RunConfig) -> None:

@@ -142,7 +142,7 @@ def test_update_with_a_loss_that_is_not_finite_changes_nothing(world: World) -> 
     sequences = random_sequences(4, vocabulary=19)
     plan = policy.plan(sequences)
     policy.advance_learning_rate()
-    before = [p.clone() for p in policy.module.parameters()]
+    before = [p.clone() for p in policy.parameters()]
     for bad in (float("nan"), float("inf")):
         result = policy.update(
             sequences, plan, lambda micro, log_probs, bad=bad: (log_probs.sum() * bad, None)
@@ -151,9 +151,9 @@ def test_update_with_a_loss_that_is_not_finite_changes_nothing(world: World) -> 
     # A loss that is infinite by a constant has finite gradients and is skipped all the same.
     result = policy.update(sequences, plan, lambda micro, log_probs: (log_probs.sum() + float("inf"), None))
     assert not result.applied
-    assert all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
     assert policy.update(sequences, plan, lambda micro, log_probs: (log_probs.sum(), None)).applied
-    assert not all(torch.equal(a, b) for a, b in zip(before, policy.module.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(before, policy.parameters(), strict=True))
 
 
 def test_reference_log_probs_stay_those_of_the_start(world: World) -> None:

@@ -60,22 +60,29 @@ class RunSection(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of one agent's parallel dimensions. Its number of processes is tensor x pipeline x data; experts
-    are divided over the tensor x data processes of a pipeline stage.
+    """Sizes of one agent's parallel dimensions. Its number of processes is tensor x pipeline x context x data;
+    experts are divided over the processes of a pipeline stage.
     """
 
     tensor: Count = 1
     """Divides heads, key-value heads and feed-forward width."""
     pipeline: Count = 1
     """Divides the layers."""
+    virtual_pipeline: Count = 1
+    """Parts of the model per pipeline stage (an interleaved schedule); pipeline x virtual_pipeline divides the
+    layers."""
+    context: Count = 1
+    """Processes that share every sequence. Sequences are padded to a multiple of 2 x context tokens."""
     data: Count = 1
     """Copies of the model, each with a part of every mini-batch."""
     expert: Count = 1
-    """Divides the experts of a mixture-of-experts model, and tensor x data."""
+    """Divides the experts of a mixture-of-experts model, and tensor x context x data."""
+    sequence: bool = True
+    """With tensor above 1, also divide the activations between the matrices, over the sequence."""
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
 
 
 class OptimizerConfig(Section):
@@ -98,6 +105,8 @@ class OptimizerConfig(Section):
     """From `lr` after the warm-up to `min_lr` at the last step."""
     min_lr: NonNegative = 0.0
     """Where a schedule ends."""
+    distributed: bool = False
+    """Divide optimizer states and gradients over the data-parallel processes."""
 
 
 class RolloutConfig(Section):
@@ -139,6 +148,8 @@ class AgentConfig(Section):
     """For base models: text in which `{prompt}` stands for the prompt."""
     stop_token: str | None = None
     """null: the tokenizer's eos_token."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """What backward computes again instead of keeping it in memory: attention, or whole layers."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     rollout: RolloutConfig
@@ -208,7 +219,7 @@ class BatchConfig(Section):
     minibatch_prompts: Count = 64
     """Prompts per optimizer update (P)."""
     microbatch_tokens: Count = 8192
-    """Tokens of one forward pass."""
+    """Tokens of one forward pass on one process; a longer sequence is alone."""
 
     @property
     def minibatches(self) -> int:

@@ -3,7 +3,7 @@
 The tables are in `hf/families.py`; here is what each `Split` of theirs does with a tensor.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,13 @@ class Part:
         return [layer_tensor(self.layer, name, number) for name in self.weight.tensors]
 
 
-def parts(model: GPTModel, config: Any) -> Iterator[Part]:
-    """Every parameter of this rank, in the model's order."""
+def parts(models: Sequence[GPTModel], config: Any) -> Iterator[Part]:
+    """Every parameter of this rank, in the order of the model and of its virtual pipeline parts."""
+    for model in models:
+        yield from _parts(model, config)
+
+
+def _parts(model: GPTModel, config: Any) -> Iterator[Part]:
     family = family_of(config)
     first_expert = local_experts(config) * parallel_state.get_expert_model_parallel_rank()
     for name, tensor in model.named_parameters():
@@ -80,7 +85,7 @@ def local_experts(config: Any) -> int:
     return expert_count(config) // parallel_state.get_expert_model_parallel_world_size()
 
 
-def load_weights(model: GPTModel, weights: HFWeights, config: Any) -> None:
+def load_weights(models: Sequence[GPTModel], weights: HFWeights, config: Any) -> None:
     """Fill this rank's parameters from a Hugging Face folder, reading only this rank's slices.
 
     Raises ValueError, naming the tensor, if the folder does not hold what `config` implies.
@@ -89,7 +94,7 @@ def load_weights(model: GPTModel, weights: HFWeights, config: Any) -> None:
     tp = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     with torch.no_grad():
-        for part in parts(model, config):
+        for part in parts(models, config):
             part.tensor.copy_(read_part(part, weights, config, tp=tp, rank=rank))
 
 

@@ -68,7 +68,7 @@ def hf_to_megatron(
     require_space(target, sum(_bytes(shape, dtype) for shape in shapes.values()))
     with runtime.alone(_CPU), complete_or_absent(target, replace=False) as beside:
         model = build_without_weights(config, dtype=dtype, layout=layout)
-        by_name = {part.name: part for part in parts(model, config)}
+        by_name = {part.name: part for part in parts([model], config)}
 
         def value(name: str) -> torch.Tensor:
             tensor = read_part(by_name[name], weights, config, tp=1, rank=0)
@@ -121,11 +121,11 @@ def checkpoint_tensors(source: Path, like: Path, *, dtype: torch.dtype | None = 
     model = build_without_weights(config, dtype=dtype or stored_dtype(source), layout=Layout())
 
     def filled() -> Iterator[Part]:
-        for part, (name, value) in zip(parts(model, config), read_checkpoint(model, source), strict=True):
+        for part, (name, value) in zip(parts([model], config), read_checkpoint(model, source), strict=True):
             assert part.name == name
             yield replace(part, tensor=value)
 
-    size = sum(part.tensor.nbytes for part in parts(model, config))
+    size = sum(part.tensor.nbytes for part in parts([model], config))
     return hf_tensors(filled(), config), size
 
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,7 +27,7 @@ HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not N
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters, and where each token lies in the padded [n, longest] grid.
 
-    slots: int64 [t], sequence * longest + position.
+    slots: int64 [t], sequence * longest + position, of the tokens of all context-parallel ranks, rank by rank.
     """
 
     slots: torch.Tensor = None  # type: ignore[assignment]
@@ -48,7 +50,8 @@ class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences [t, heads, head_size] with torch's fused kernel.
 
     The tokens are laid out as [n, longest] and padded on the right: under a causal mask no real token sees
-    the padding, so no mask tensor is needed and one kernel call serves all sequences.
+    the padding, so no mask tensor is needed and one kernel call serves all sequences. Context-parallel ranks
+    gather the tokens of all and keep the rows of their own: right, and wasteful; TransformerEngine's is not.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class PackedAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.scale = softmax_scale
+        self.context = parallel_state.get_context_parallel_group()
 
     def forward(
         self,
@@ -76,6 +80,8 @@ class PackedAttention(torch.nn.Module):
         **_: Any,
     ) -> torch.Tensor:
         """[t, heads * head_size]."""
+        own = len(query) * self.context.rank() + torch.arange(len(query), device=query.device)
+        query, key, value = (self._over_context(x) for x in (query, key, value))
         n = len(packed_seq_params.cu_seqlens_q) - 1
         longest = packed_seq_params.max_seqlen_q
         slots = packed_seq_params.slots
@@ -88,10 +94,18 @@ class PackedAttention(torch.nn.Module):
         out = F.scaled_dot_product_attention(
             padded(query), padded(key), padded(value), is_causal=True, scale=self.scale, enable_gqa=grouped
         )
-        return out.transpose(1, 2).reshape(n * longest, -1).index_select(0, slots)
+        return out.transpose(1, 2).reshape(n * longest, -1).index_select(0, slots[own])
+
+    def _over_context(self, x: torch.Tensor) -> torch.Tensor:
+        """The tokens of all context-parallel ranks; backward adds up what each rank's rows made of them."""
+        if self.context.size() == 1:
+            return x
+        return gather_from_sequence_parallel_region(x.contiguous(), group=self.context)
 
 
-def layer_spec(config: TransformerConfig, *, transformer_engine: bool = HAVE_TE) -> Any:
+def layer_spec(
+    config: TransformerConfig, *, transformer_engine: bool = HAVE_TE, vp_stage: int | None = None
+) -> Any:
     """The decoder's layers (and final norm) for `GPTModel(transformer_layer_spec=...)`."""
     kind = {
         "num_experts": config.num_moe_experts,
@@ -108,5 +122,5 @@ def layer_spec(config: TransformerConfig, *, transformer_engine: bool = HAVE_TE)
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=RMSNorm
+        layer_specs=[layer] * get_num_layers_to_build(config, vp_stage=vp_stage), layer_norm=RMSNorm
     )

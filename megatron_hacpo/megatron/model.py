@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,9 +36,15 @@ def hf_config(folder: Path) -> Any:
         raise ValueError(f"{folder}: config.json: refused by transformers ({reason}); correct it") from error
 
 
-def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> TransformerConfig:
+Recompute = Literal["none", "selective", "full"]
+
+
+def transformer_config(
+    config: Any, *, layout: Layout, dtype: torch.dtype, recompute: Recompute = "none"
+) -> TransformerConfig:
     """Megatron's configuration of a Hugging Face model.
 
+    recompute: what backward computes again instead of keeping it: nothing, attention, whole layers.
     Gradients are summed over micro-batches and data-parallel ranks and nothing else
     (`calculate_per_token_loss`): the objective divides by the nominal number of sequences itself.
     """
@@ -63,7 +69,13 @@ def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> Tr
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.divides_sequence,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        # With Megatron's defaults an interleaved pipeline of two stages is silently wrong.
+        overlap_p2p_comm=layout.virtual_pipeline > 1,
+        batch_p2p_comm=layout.virtual_pipeline == 1,
+        context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
         variable_seq_lengths=True,
@@ -76,8 +88,16 @@ def transformer_config(config: Any, *, layout: Layout, dtype: torch.dtype) -> Tr
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
+        **_RECOMPUTE[recompute],
         **(_expert_settings(config) if family.has_experts else {}),
     )
+
+
+_RECOMPUTE: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+}
 
 
 def _expert_settings(config: Any) -> dict[str, Any]:
@@ -99,14 +119,40 @@ def padded_vocab_size(config: Any, layout: Layout) -> int:
     return math.ceil(config.vocab_size / layout.tensor) * layout.tensor
 
 
-def build(config: Any, megatron_config: TransformerConfig, layout: Layout) -> GPTModel:
-    """This rank's part of the model, on the device that Megatron uses; its weights are still to be read."""
+class HiddenStatesModel(GPTModel):
+    """A GPTModel that stops at the final hidden states [t, 1, h], of which log-probs are computed without all
+    logits (`logprob.py`); its output layer is there for its weight."""
+
+    def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden_states
+
+    @property
+    def output_weight(self) -> torch.Tensor:
+        """This rank's rows of the output layer, [padded vocabulary / tensor-parallel size, h]."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def build(config: Any, megatron_config: TransformerConfig, layout: Layout) -> list[HiddenStatesModel]:
+    """This rank's parts of the model, on the device that Megatron uses; their weights are still to be read."""
+    virtual = layout.virtual_pipeline
+    return [
+        _build_part(config, megatron_config, layout, part if virtual > 1 else None) for part in range(virtual)
+    ]
+
+
+def _build_part(
+    config: Any, megatron_config: TransformerConfig, layout: Layout, vp_stage: int | None
+) -> HiddenStatesModel:
+    place = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     model = _gpt_model(
         config,
         megatron_config,
         vocab_size=padded_vocab_size(config, layout),
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(**place),
+        post_process=parallel_state.is_pipeline_last_stage(**place),
+        vp_stage=vp_stage,
     )
     kind = rope_parameters(config)["rope_type"]
     if kind != "default":
@@ -117,7 +163,7 @@ def build(config: Any, megatron_config: TransformerConfig, layout: Layout) -> GP
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def build_without_weights(config: Any, *, dtype: torch.dtype, layout: Layout) -> GPTModel:
+def build_without_weights(config: Any, *, dtype: torch.dtype, layout: Layout) -> HiddenStatesModel:
     """The whole model on the meta device: names, shapes and how they are divided, in a world of one rank.
 
     It has the modules of the local spec, since checkpoints are the same for both; its vocabulary is padded as
@@ -140,11 +186,12 @@ def _gpt_model(
     vocab_size: int,
     pre_process: bool = True,
     post_process: bool = True,
+    vp_stage: int | None = None,
     transformer_engine: bool = HAVE_TE,
-) -> GPTModel:
-    return GPTModel(
+) -> HiddenStatesModel:
+    return HiddenStatesModel(
         megatron_config,
-        layer_spec(megatron_config, transformer_engine=transformer_engine),
+        layer_spec(megatron_config, transformer_engine=transformer_engine, vp_stage=vp_stage),
         vocab_size=vocab_size,
         max_sequence_length=config.max_position_embeddings,
         pre_process=pre_process,
@@ -153,4 +200,5 @@ def _gpt_model(
         share_embeddings_and_output_weights=is_tied(config),
         position_embedding_type="rope",
         rotary_base=rope_parameters(config)["rope_theta"],
+        vp_stage=vp_stage,
     )

@@ -18,7 +18,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_hacpo import config as settings
 from megatron_hacpo.algorithm.segments import segment_sum
@@ -27,8 +27,8 @@ from megatron_hacpo.megatron import batching
 from megatron_hacpo.megatron.checkpoint import load_checkpoint
 from megatron_hacpo.megatron.conversion import load_weights, parts
 from megatron_hacpo.megatron.logprob import response_log_probs
-from megatron_hacpo.megatron.model import build, hf_config, transformer_config
-from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence, pack
+from megatron_hacpo.megatron.model import Recompute, build, hf_config, transformer_config
+from megatron_hacpo.megatron.packing import Division, PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.stream import hf_tensors, to_leader
 
@@ -79,26 +79,38 @@ class Policy:
         temperature: float,
         microbatch_tokens: int,
         keep_reference: bool,
+        recompute: Recompute = "none",
     ) -> None:
+        """microbatch_tokens: of a forward pass on one rank. recompute: as in `transformer_config`."""
         self.world = world
         self.hf_config = hf_config(folder)
         self._temperature = temperature
-        self._budget = microbatch_tokens
-        megatron_config = transformer_config(self.hf_config, layout=world.layout, dtype=dtype)
-        self.module = build(self.hf_config, megatron_config, world.layout)
+        layout = world.layout
+        self._budget = microbatch_tokens * layout.context
+        self._division = Division(
+            layout.context,
+            parallel_state.get_context_parallel_rank(),
+            layout.tensor if layout.divides_sequence else 1,
+        )
+        megatron_config = transformer_config(self.hf_config, layout=layout, dtype=dtype, recompute=recompute)
+        self._cost = _cost(megatron_config, self.hf_config.vocab_size)
+        self.modules = build(self.hf_config, megatron_config, layout)
         if is_checkpoint(folder):
-            load_checkpoint(self.module, folder)
+            load_checkpoint(self.modules, folder)
         else:
-            load_weights(self.module, HFWeights(folder), self.hf_config)
+            load_weights(self.modules, HFWeights(folder), self.hf_config)
         self._reference = self._weights() if keep_reference else None
 
-        half = dtype is torch.bfloat16
-        wrapped = Float16Module(megatron_config, self.module) if half else self.module
-        self._model = DistributedDataParallel(
-            megatron_config, DistributedDataParallelConfig(grad_reduce_in_fp32=half), wrapped
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=dtype is torch.bfloat16, use_distributed_optimizer=optimizer.distributed
         )
-        self._model.train()  # there is no dropout; one mode for log-probs and updates keeps them equal
-        self._optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), [self._model])
+        self._parts = [
+            DistributedDataParallel(megatron_config, ddp, part, disable_bucketing=number > 0)
+            for number, part in enumerate(self.modules)
+        ]
+        for part in self._parts:
+            part.train()  # there is no dropout; one mode for log-probs and updates keeps them equal
+        self._optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._parts)
         self._schedule = _schedule(self._optimizer, optimizer, steps)
         megatron_config.finalize_model_grads_func = _sum_model_grads
         megatron_config.grad_scale_func = self._optimizer.scale_loss
@@ -114,8 +126,14 @@ class Policy:
 
     def plan(self, sequences: Sequence[TokenSequence]) -> batching.MicroBatchPlan:
         """The micro-batches in which these sequences are computed, on every data-parallel rank."""
-        lengths = [len(s) for s in sequences]
-        return batching.plan(lengths, budget=self._budget, ranks=self.world.layout.data)
+        layout = self.world.layout
+        return batching.plan(
+            [self._division.padded(len(s)) for s in sequences],
+            budget=self._budget,
+            ranks=layout.data,
+            cost=self._cost,
+            multiple_of=layout.pipeline if layout.virtual_pipeline > 1 else 1,
+        )
 
     def log_probs(self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan) -> LogProbs:
         """Log-probs under the current weights, by the very forward pass that `update` runs on this plan."""
@@ -151,7 +169,8 @@ class Policy:
             total.add_(value.detach())
             return value, output
 
-        self._model.zero_grad_buffer()
+        for part in self._parts:
+            part.zero_grad_buffer()
         self._optimizer.zero_grad()
         outputs = self._run(self._micro_batches(sequences, plan), counted, forward_only=False)
         # `step` does both again and then clips; it lacks a look at the norm before the weights change.
@@ -184,7 +203,7 @@ class Policy:
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) on the leader; every rank must exhaust it."""
-        stage = hf_tensors(parts(self.module, self.hf_config), self.hf_config)
+        stage = hf_tensors(parts(self.modules, self.hf_config), self.hf_config)
         return to_leader(stage, self.world)
 
     def local_rows(self, plan: batching.MicroBatchPlan) -> list[list[int]]:
@@ -195,32 +214,34 @@ class Policy:
         self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan
     ) -> list[PackedMicroBatch]:
         return [
-            pack(index, rows, sequences, self.world.device)
+            pack(index, rows, sequences, self.world.device, self._division)
             for index, rows in enumerate(self.local_rows(plan))
         ]
 
     def _run(self, micro_batches: list[PackedMicroBatch], loss: Loss, *, forward_only: bool) -> list[Any]:
         """`loss` summed over the micro-batches, in Megatron's schedule; the last stage gets its outputs."""
 
-        def finish(micro: PackedMicroBatch, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        def finish(micro: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
             log_probs = response_log_probs(
-                logits, micro, temperature=self._temperature, vocab_size=self.hf_config.vocab_size
+                self.modules[-1],
+                hidden,
+                micro,
+                temperature=self._temperature,
+                vocab_size=self.hf_config.vocab_size,
             )
             value, output = loss(micro, log_probs)
-            no_tokens = torch.zeros(
-                (), dtype=torch.int
-            )  # the loss is normalised: Megatron has nothing to count
+            no_tokens = torch.zeros((), dtype=torch.int)  # the loss is normalised: nothing is to be counted
             return value, no_tokens, output
 
         def forward(batches: Iterator[PackedMicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
             micro = next(batches)
-            logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
-            return logits, partial(finish, micro)
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
+            return hidden, partial(finish, micro)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
-            data_iterator=iter(micro_batches),
-            model=self._model,
+            data_iterator=[iter(micro_batches) for _ in self._parts],
+            model=self._parts,
             num_microbatches=len(micro_batches),
             seq_length=max(m.tokens.shape[1] for m in micro_batches),
             micro_batch_size=1,
@@ -228,7 +249,12 @@ class Policy:
         )
 
     def _weights(self) -> list[torch.Tensor]:
-        return [p.detach().to("cpu", copy=True) for p in self.module.parameters()]
+        return [p.detach().to("cpu", copy=True) for p in self.parameters()]
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of this rank's parts of the model."""
+        for part in self.modules:
+            yield from part.parameters()
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -243,8 +269,24 @@ class Policy:
 
     @torch.no_grad()
     def _put(self, weights: list[torch.Tensor]) -> None:
-        for parameter, value in zip(self.module.parameters(), weights, strict=True):
+        for parameter, value in zip(self.parameters(), weights, strict=True):
             parameter.copy_(value)
+
+
+def _cost(config: TransformerConfig, vocab_size: int) -> batching.Cost:
+    """Work of a sequence, for balance between ranks."""
+    ffn = config.ffn_hidden_size
+    if config.num_moe_experts is not None:
+        ffn = config.moe_router_topk * config.moe_ffn_hidden_size
+    return batching.Cost.of_model(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_query_groups,
+        kv_channels=config.kv_channels,
+        ffn_hidden_size=ffn,
+        vocab_size=vocab_size,
+    )
 
 
 def _sum_model_grads(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -262,6 +304,7 @@ def _optimizer_config(optimizer: settings.OptimizerConfig, dtype: torch.dtype) -
         adam_beta2=optimizer.betas[1],
         adam_eps=optimizer.eps,
         clip_grad=optimizer.clip_grad,
+        use_distributed_optimizer=optimizer.distributed,
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )

@@ -14,18 +14,29 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of an agent's parallel dimensions. The product of tensor, pipeline and data is its world size;
-    expert groups lie within the tensor times data ranks of a stage, with every expert whole on one rank.
+    """Sizes of an agent's parallel dimensions. The product of tensor, pipeline, context and data is its world
+    size; expert groups lie within the ranks of a pipeline stage, with every expert whole on one rank.
+
+    virtual_pipeline: parts of the model per pipeline stage. sequence: whether tensor-parallel ranks divide the
+    activations between their matrices over the sequence.
     """
 
     tensor: int = 1
     pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
     data: int = 1
     expert: int = 1
+    sequence: bool = True
 
     @property
     def world_size(self) -> int:
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def divides_sequence(self) -> bool:
+        """Whether sequence parallelism is on: it needs tensor parallelism."""
+        return self.sequence and self.tensor > 1
 
 
 @dataclass(frozen=True)
@@ -113,6 +124,8 @@ def start(
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=1,
     )

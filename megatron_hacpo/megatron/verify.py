@@ -52,11 +52,11 @@ def verify_log_probs(folder: Path, checkpoint: Path) -> float:
     ids = rng.integers(0, config.vocab_size, (PROMPTS, PROMPT_TOKENS), dtype=np.int32)
     with runtime.alone() as world, torch.no_grad():
         dtype = torch.float32 if world.device.type == "cpu" else torch.bfloat16
-        model = build(config, transformer_config(config, layout=world.layout, dtype=dtype), world.layout)
-        load_checkpoint(model, checkpoint)
+        (model,) = build(config, transformer_config(config, layout=world.layout, dtype=dtype), world.layout)
+        load_checkpoint([model], checkpoint)
         micro = pack(0, range(PROMPTS), [TokenSequence(row[:1], row[1:]) for row in ids], world.device)
-        logits = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
-        ours = response_log_probs(logits, micro, temperature=1.0, vocab_size=config.vocab_size)
+        hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
+        ours = response_log_probs(model, hidden, micro, temperature=1.0, vocab_size=config.vocab_size)
         theirs = _transformers_log_probs(folder, ids, dtype, world.device)
     gap = float((ours - theirs).abs().mean())
     if not gap <= LIMIT[dtype]:
