@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parity_models import write_models
 
 from megatron_hacpo.config import ConfigError, check, dump, load
 
@@ -46,6 +47,21 @@ def test_the_example_is_fine_with_every_method() -> None:
             "agents.B.parallel.pipeline=4",
             "agents.B.parallel.pipeline: 4: does not divide num_hidden_layers = 2 of examples/tiny/B; "
             "use one of 1, 2",
+        ),
+        (
+            "agents.A.parallel.virtual_pipeline=2",
+            "agents.A.parallel.virtual_pipeline: 2: divides the stages of a pipeline, and pipeline is 1; "
+            "leave it out or use more stages",
+        ),
+        (
+            "agents.A.parallel={pipeline: 2, virtual_pipeline: 2}",
+            "agents.A.parallel.virtual_pipeline: 2: pipeline x virtual_pipeline = 4 does not divide "
+            "num_hidden_layers = 2; lower it",
+        ),
+        (
+            "agents.A.parallel={data: 2, expert: 2}",
+            "agents.A.parallel.expert: 2: examples/tiny/A is a qwen3 model, which has no experts; leave it "
+            "out",
         ),
         (
             "batch.minibatch_prompts=5",
@@ -294,3 +310,24 @@ def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     (line,) = problems("report.wandb=true")
     assert line.startswith("report.wandb: true: wandb is not installed")
+
+
+@pytest.mark.parametrize(
+    "parallel, expected",
+    [
+        ("{data: 3, expert: 2}", "expert: 2: does not divide tensor x context x data = 3, which share the"),
+        ("{data: 3, expert: 3}", "expert: 3: does not divide the number of experts = 4"),
+        ("{tensor: 2}", "expert: 1: under tensor = 2 experts must be divided too; use 2 or more"),
+        ("{tensor: 2, expert: 2, sequence: false}", "sequence: false: experts under tensor parallelism need"),
+    ],
+)
+def test_what_experts_cannot_do_is_refused(
+    parallel: str, expected: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("models")
+    write_models(folder)
+    lines = problems(f"agents.A.model={folder / 'experts'}", f"agents.A.parallel={parallel}")
+    assert lines[0].startswith(f"agents.A.parallel.{expected}")
+    for fine in ("{data: 2, expert: 2}", "{tensor: 2, expert: 2}", "{tensor: 2, context: 2, expert: 4}"):
+        settings = [f"agents.A.model={folder / 'experts'}", f"agents.A.parallel={fine}"]
+        assert check(load(TINY / "pair.yaml", settings)) == []

@@ -54,17 +54,31 @@ def _tokenizer_size(folder: Path) -> int:
 
 def _layout_problems(name: str, agent: AgentConfig, hf: Any) -> Iterator[str]:
     parallel = agent.parallel
-    ranks = parallel.tensor * parallel.data
+    ranks = parallel.tensor * parallel.context * parallel.data
     if parallel.expert > 1 and not expert_count(hf):
         wrong = f"{agent.model} is a {hf.model_type} model, which has no experts; leave it out"
         yield line(("agents", name, "parallel", "expert"), parallel.expert, wrong)
         return
     if ranks % parallel.expert:
-        wrong = f"does not divide tensor x data = {ranks}, over which experts are divided; use a divisor"
+        wrong = f"does not divide tensor x context x data = {ranks}, which share the experts; use a divisor"
         yield line(("agents", name, "parallel", "expert"), parallel.expert, wrong)
     if expert_count(hf) and parallel.tensor > 1:
-        wrong = "experts under tensor parallelism need sequence parallelism, which is not here yet; use 1"
-        yield line(("agents", name, "parallel", "tensor"), parallel.tensor, wrong)
+        # Megatron refuses the one and computes something else with the other.
+        if not parallel.sequence:
+            wrong = "experts under tensor parallelism need sequence parallelism; write true"
+            yield line(("agents", name, "parallel", "sequence"), False, wrong)
+        if parallel.expert == 1:
+            wrong = f"under tensor = {parallel.tensor} experts must be divided too; use 2 or more"
+            yield line(("agents", name, "parallel", "expert"), 1, wrong)
+    if parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        wrong = "divides the stages of a pipeline, and pipeline is 1; leave it out or use more stages"
+        yield line(("agents", name, "parallel", "virtual_pipeline"), parallel.virtual_pipeline, wrong)
+    layers, parts = hf.num_hidden_layers, parallel.pipeline * parallel.virtual_pipeline
+    if parallel.virtual_pipeline > 1 and layers % parts:
+        wrong = f"pipeline x virtual_pipeline = {parts} does not divide num_hidden_layers = {layers}"
+        yield line(
+            ("agents", name, "parallel", "virtual_pipeline"), parallel.virtual_pipeline, f"{wrong}; lower it"
+        )
     for axis, sizes in divided_sizes(hf).items():
         size = getattr(parallel, axis)
         common = math.gcd(*sizes.values())

@@ -60,8 +60,8 @@ class RunSection(Section):
 
 
 class ParallelConfig(Section):
-    """Sizes of one agent's parallel dimensions. Its number of processes is tensor x pipeline x context x data;
-    experts are divided over the processes of a pipeline stage.
+    """Sizes of one agent's parallel dimensions. Its number of processes is tensor x pipeline x context x
+    data; experts are divided over the processes of a pipeline stage.
     """
 
     tensor: Count = 1
@@ -69,8 +69,8 @@ class ParallelConfig(Section):
     pipeline: Count = 1
     """Divides the layers."""
     virtual_pipeline: Count = 1
-    """Parts of the model per pipeline stage (an interleaved schedule); pipeline x virtual_pipeline divides the
-    layers."""
+    """Parts of the model per pipeline stage (an interleaved schedule); pipeline x virtual_pipeline divides
+    the layers."""
     context: Count = 1
     """Processes that share every sequence. Sequences are padded to a multiple of 2 x context tokens."""
     data: Count = 1

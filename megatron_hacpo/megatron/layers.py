@@ -27,7 +27,8 @@ HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not N
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters, and where each token lies in the padded [n, longest] grid.
 
-    slots: int64 [t], sequence * longest + position, of the tokens of all context-parallel ranks, rank by rank.
+    slots: int64 [t], sequence * longest + position, of the tokens of all context-parallel ranks, rank by
+    rank.
     """
 
     slots: torch.Tensor = None  # type: ignore[assignment]

@@ -135,7 +135,7 @@ class HiddenStatesModel(GPTModel):
 
 
 def build(config: Any, megatron_config: TransformerConfig, layout: Layout) -> list[HiddenStatesModel]:
-    """This rank's parts of the model, on the device that Megatron uses; their weights are still to be read."""
+    """This rank's parts of the model, on the device that Megatron uses, with random weights."""
     virtual = layout.virtual_pipeline
     return [
         _build_part(config, megatron_config, layout, part if virtual > 1 else None) for part in range(virtual)

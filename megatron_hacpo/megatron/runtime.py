@@ -14,11 +14,11 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of an agent's parallel dimensions. The product of tensor, pipeline, context and data is its world
-    size; expert groups lie within the ranks of a pipeline stage, with every expert whole on one rank.
+    """Sizes of an agent's parallel dimensions. The product of tensor, pipeline, context and data is its
+    world size; expert groups lie within the ranks of a pipeline stage, with every expert whole on one rank.
 
-    virtual_pipeline: parts of the model per pipeline stage. sequence: whether tensor-parallel ranks divide the
-    activations between their matrices over the sequence.
+    virtual_pipeline: parts of the model per pipeline stage. sequence: whether tensor-parallel ranks divide
+    the activations between their matrices over the sequence.
     """
 
     tensor: int = 1
