@@ -30,7 +30,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m "not slow and not sglang and not slurm" --durations=15
+	$(BIN)/pytest -m "not slow and not sglang and not slurm" -n 2 --dist loadfile --durations=15
 
 clean:
 	rm -rf .venv runs/tiny-pair

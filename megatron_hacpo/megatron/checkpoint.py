@@ -153,8 +153,8 @@ class _LazyPlanner(SavePlanner):
         if self._held is None or self._held[0] != piece.name:
             self._held = (piece.name, self._value(piece.name).to(piece.sharded.dtype))
         view = piece.view(self._held[1])[(None,) * piece.sharded.prepend_axis_num]
-        # The writer refers to what it has written until the end, and through a view to a whole mapped file. So
-        # it is given copies, which may share their memory: each one is written before the next is asked for.
+        # The writer refers to what it has written until the end, and through a view to a whole mapped file.
+        # So it gets copies, which may share their memory: each is written before the next is asked for.
         return self._buffers.setdefault(view.shape, torch.empty_like(view)).copy_(view)
 
 
