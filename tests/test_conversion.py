@@ -1,7 +1,6 @@
 """Hugging Face to Megatron and back, to the bit: every family, every layout, and what the models compute."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from conversion_worker import LAYOUTS, differences
 from random_models import CONFIGS, LLAMA3_ROPE, SIZES, random_model
+from ranks import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig
 
 from megatron_hacpo.hf.read import INDEX, SINGLE, HFWeights, read_json
@@ -45,17 +44,7 @@ def make_folders(root: Path, dtypes: dict[str, tuple[torch.dtype, ...]]) -> None
 
 def in_every_layout(root: Path) -> dict[str, list[str]]:
     """The report of four ranks on the folders in `root`."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    worker = Path(__file__).with_name("conversion_worker.py")
-    logs = [root / f"rank{rank}.log" for rank in range(4)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(worker), str(rank), str(store.port), str(root)]
-        with log.open("w") as file:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-    codes = [process.wait(timeout=900) for process in ranks]
-    assert codes == [0] * 4, "\n".join(log.read_text()[-3000:] for log in logs)
+    run_ranks("conversion_worker.py", 4, root)
     return json.loads((root / "report.json").read_text())
 
 

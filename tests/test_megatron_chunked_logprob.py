@@ -1,7 +1,5 @@
 """Log-probs in chunks against torch's log_softmax, Megatron's cross-entropy, and over two real ranks."""
 
-import os
-import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hacpo.megatron import runtime
@@ -205,15 +204,7 @@ def test_nothing_larger_than_a_chunk_of_logits_or_the_weight(world: World) -> No
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What each of two real processes computed (`main`)."""
     folder = tmp_path_factory.mktemp("chunked")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    logs, ranks = [folder / f"rank{rank}.log" for rank in range(2)], []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, __file__, str(rank), str(store.port), str(folder / f"rank{rank}.pt")]
-        with log.open("w") as file:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-    codes = [process.wait(timeout=300) for process in ranks]
-    assert codes == [0, 0], "\n".join(log.read_text()[-3000:] for log in logs)
+    run_ranks(Path(__file__).name, 2, folder)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
 
 
@@ -239,7 +230,7 @@ def test_two_ranks_repeat_bitwise_and_agree_on_the_number_of_collectives(
         assert not Result(*rank["empty"]).weight_grad.any()
 
 
-def main(rank: int, port: int, out: Path) -> None:
+def main(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     runtime.start(
         store=dist.TCPStore("127.0.0.1", port, is_master=False),
@@ -266,7 +257,7 @@ def main(rank: int, port: int, out: Path) -> None:
         calls = 0
         results[name] = tuple(ours(case, 3))
         results["collectives"][name] = calls
-    torch.save(results, out)
+    torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,20 +1,17 @@
 """The same HACPO steps in every layout against one rank: tensor, sequence, pipeline, context, expert and data
 parallelism, recomputation, and the distributed optimizer."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from learner_steps import pair_config
 from megatron.core.transformer.moe.router import TopKRouter
 from parity_models import TOKENIZER_OF, write_models
 from parity_worker import cases, steps_of
+from ranks import run_ranks
 
 from megatron_hacpo.algorithm.minibatch import window_lower_bound
 from megatron_hacpo.megatron.runtime import World
@@ -37,17 +34,7 @@ def many_ranks(models: Path) -> Any:
 
 def run_on_four(models: Path, *options: str) -> Any:
     """Results by (layout, model[, "bf16"]), computed by four real processes."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    worker = Path(__file__).with_name("parity_worker.py")
-    logs = [models / f"rank{rank}.log" for rank in range(4)]
-    ranks = []
-    for rank, log in enumerate(logs):
-        command = [sys.executable, str(worker), str(rank), str(store.port), str(models), *options]
-        with log.open("w") as file:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            ranks.append(subprocess.Popen(command, stdout=file, stderr=file, env=environment))
-    codes = [process.wait(timeout=1800) for process in ranks]
-    assert codes == [0] * 4, "\n".join(log.read_text()[-3000:] for log in logs)
+    run_ranks("parity_worker.py", 4, models, *options)
     return torch.load(models / "results-2.pt") | torch.load(models / "results-0.pt")
 
 
