@@ -689,6 +689,8 @@ def convert_in_child(arguments: list[str], log: Path, mark: Path | None, largest
     """A conversion in a process of its own, with `log` as its stderr. With `mark` it makes that file at the
     first tensor and waits until it is gone."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    # A test run in the background inherits that the signal is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if mark is not None:
         wait_at_first_tensor(mark)
     if largest_file is not None:
