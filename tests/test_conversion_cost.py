@@ -1,5 +1,6 @@
 """What keeps conversions small and fast: our own weight files, checkpoints read in parts, peak memory."""
 
+import json
 import shutil
 import sys
 import tempfile
@@ -38,6 +39,11 @@ def test_weight_files_are_what_safetensors_reads(tmp_path: Path) -> None:
         files = list(folder.glob("*.safetensors"))
         assert len(files) == (1 if name == "one" else 3)
         read = {key: tensor for file in files for key, tensor in load_file(file).items()}
+        for file in files:
+            length = int.from_bytes(file.read_bytes()[:8], "little")
+            header = json.loads(file.read_bytes()[8 : 8 + length])
+            begins = {key: entry["data_offsets"][0] for key, entry in header.items() if key in tensors}
+            assert all((8 + length + begins[key]) % tensors[key].itemsize == 0 for key in begins)
         assert read.keys() == tensors.keys()
         for key, tensor in tensors.items():
             assert read[key].dtype == tensor.dtype

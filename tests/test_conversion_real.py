@@ -49,13 +49,14 @@ def transformers_logits(folder: Path) -> Logits:
 def megatron_logits(checkpoint: Path, world: World) -> Logits:
     config = hf_config(checkpoint)
     settings = transformer_config(config, layout=world.layout, dtype=torch.float32)
-    model = build(config, settings, world.layout)
-    load_checkpoint(model, checkpoint)
+    (model,) = build(config, settings, world.layout)
+    load_checkpoint([model], checkpoint)
 
     def logits(ids: torch.Tensor) -> torch.Tensor:
         row = ids.numpy().astype(np.int32)
         micro = pack(0, [0], [TokenSequence(row[:1], row[1:])], world.device)
-        return model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)[0]
+        hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
+        return hidden[:, 0] @ model.output_weight.T
 
     return logits
 
