@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from megatron_hacpo.convert import keep_freed_memory
 from megatron_hacpo.hf.families import tensor_shapes
 from megatron_hacpo.hf.write import SHARD_BYTES, copy_companions, write_weights
 
@@ -103,10 +104,11 @@ def resident(field: str) -> int:
 
 
 def measure(step: str, source: Path, target: Path, shard_bytes: int) -> dict[str, float]:
-    """Convert in this process: seconds, CPU seconds, and peak bytes above those with all imports done."""
+    """What the command does, in this process: seconds, CPU seconds, peak bytes above those after imports."""
     from megatron_hacpo.megatron.convert import hf_to_megatron, megatron_to_hf
     from megatron_hacpo.megatron.runtime import Layout
 
+    keep_freed_memory()
     torch.set_num_threads(1)
     idle = resident("VmRSS")
     start, cpu = time.perf_counter(), time.process_time()

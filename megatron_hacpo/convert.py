@@ -1,6 +1,8 @@
 """The commands that turn Hugging Face folders into Megatron checkpoints and back."""
 
+import ctypes
 import math
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ def to_megatron(
 ) -> None:
     """Hugging Face folder SOURCE to Megatron checkpoint TARGET, which every layout loads."""
     _check(source, dtype)
+    keep_freed_memory()
     from megatron_hacpo.megatron.convert import hf_to_megatron, open_folder
     from megatron_hacpo.megatron.runtime import Layout
     from megatron_hacpo.megatron.verify import verify_log_probs, verify_tensors
@@ -64,6 +67,7 @@ def to_hf(
         raise ValueError(f"--shard-gb: {shard_gb}: must be a number above 0; choose another")
     if like is not None and not like.is_dir():
         raise ValueError(f"--like: {like}: no such folder; give the path of the model's Hugging Face folder")
+    keep_freed_memory()
     from megatron_hacpo.megatron.convert import megatron_to_hf
     from megatron_hacpo.megatron.verify import verify_tensors
 
@@ -82,6 +86,21 @@ def to_hf(
             count = verify_tensors(target, source, progress)
         print(f"{count} tensors are equal")
     print(f"{target} is written")
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> None:
+    """Let this process use the memory of freed tensors again; mallopt(3) describes the settings.
+
+    By default glibc gives large blocks back to the kernel at once, and a conversion spends up to half of its
+    time on empty pages for the next tensor. Another C library goes its own way.
+    """
+    if platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(_M_MMAP_MAX, 0)
+        libc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def _check(source: Path, dtype: str | None) -> None:

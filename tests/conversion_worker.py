@@ -8,12 +8,12 @@ FOLDER/report.json.
 
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import join_world
 
 from megatron_hacpo.hf.families import expert_count
 from megatron_hacpo.hf.read import HFWeights
@@ -71,13 +71,7 @@ def main(rank: int, port: int, folder: Path) -> None:
     report: dict[str, Any] = {}
     models = sorted(path for path in folder.iterdir() if (path / "config.json").is_file() and not path.suffix)
     for layout, sizes in LAYOUTS.items():
-        world = runtime.start(
-            store=dist.PrefixStore(layout, store),
-            rank=rank,
-            layout=runtime.Layout(**sizes),
-            seed=1,
-            timeout=timedelta(minutes=5),
-        )
+        world = join_world(layout, store, rank, runtime.Layout(**sizes))
         for model in models:
             if "expert" in sizes and not expert_count(hf_config(model)):
                 continue

@@ -8,7 +8,6 @@ and 2 write FOLDER/results-RANK.pt.
 
 import sys
 from collections import defaultdict
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from learner_steps import make_policy, pair_config, run_steps
 from parity_models import TOKENIZER_OF
+from ranks import join_world
 
 from megatron_hacpo.algorithm.segments import segment_sum
 from megatron_hacpo.megatron import runtime
@@ -105,13 +105,7 @@ def run_layout(
     sizes = dict(LAYOUTS[layout])
     recompute = sizes.pop("recompute", "none")
     distributed = "true" if sizes.pop("distributed", False) else "false"
-    world = runtime.start(
-        store=dist.PrefixStore(layout, store),
-        rank=rank,
-        layout=runtime.Layout(**sizes),
-        seed=1,
-        timeout=timedelta(minutes=5),
-    )
+    world = join_world(layout, store, rank, runtime.Layout(**sizes))
     assert world.broadcast(b"from the leader" if world.is_leader else None) == b"from the leader"
     results = {}
     for model in models:

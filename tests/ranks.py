@@ -3,9 +3,12 @@
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
+
+from megatron_hacpo.megatron import runtime
 
 TIMEOUT_SECONDS = 1800
 
@@ -27,3 +30,14 @@ def run_ranks(worker: str, ranks: int, folder: Path, *options: str) -> None:
             )
     codes = [process.wait(timeout=TIMEOUT_SECONDS) for process in processes]
     assert codes == [0] * ranks, "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+def join_world(name: str, store: dist.Store, rank: int, layout: runtime.Layout) -> runtime.World:
+    """A worker's place in a world of the given layout; `name` keeps worlds on one store apart."""
+    return runtime.start(
+        store=dist.PrefixStore(name, store),
+        rank=rank,
+        layout=layout,
+        seed=1,
+        timeout=timedelta(minutes=5),
+    )

@@ -192,8 +192,9 @@ def read_checkpoint(
             with _bare_errors():
                 dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
         except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
-                f"{folder}: a .distcp file is damaged at {bucket[0][0]} or after; fetch it again"
+                f"{folder}: {bucket[0][0]} or a tensor after it cannot be read ({reason}); fetch it again"
             ) from error
         yield from values.items()
 
