@@ -115,6 +115,7 @@ class Agent:
             minibatches=own_minibatches(self.config),
             keep_stop=self.config.exchange.keep_stop,
             with_reference=self.config.algorithm.kl_coef > 0.0,
+            with_entropy=self.config.report.entropy,
         )
 
     def exchange_trajectories(

@@ -59,6 +59,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         microbatch_tokens=config.batch.microbatch_tokens,
         keep_reference=config.algorithm.kl_coef > 0.0,
         recompute=settings.recompute,
+        router_aux_loss_coef=settings.router_aux_loss_coef,
     )
     engine = writer = None
     if world.is_leader:

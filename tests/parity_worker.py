@@ -99,6 +99,25 @@ def lonely_update(policy: Policy) -> tuple[tuple[float, float], Gradient]:
     return (result.grad_norm, log_prob), result.gradient
 
 
+def balanced_update(folder: Path, world: runtime.World) -> tuple[float, float | None]:
+    """(gradient norm, L) of an update with experts that also balances them.
+
+    Sequences of 16 tokens, one per micro-batch: in no layout is there any padding, nor another division into
+    micro-batches, on which L depends.
+    """
+    agent = TOKENIZER_OF["experts"]
+    settings = [f"agents.{agent}.model={folder / 'experts'}", f"agents.{agent}.router_aux_loss_coef=0.1"]
+    policy = make_policy(pair_config(*settings), agent, world, microbatch_tokens=16 // world.layout.context)
+    ids = np.random.default_rng(1).integers(2, 15, (8, 16)).astype(np.int32)
+    sequences = [TokenSequence(row[:6], row[6:]) for row in ids]
+
+    def loss(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return log_probs.sum() / 80, None
+
+    result = policy.update(sequences, policy.plan(sequences), loss)
+    return result.grad_norm, result.load_balance
+
+
 def run_layout(
     layout: str, models: list[str], store: dist.Store, rank: int, folder: Path
 ) -> dict[tuple[str, ...], Any]:
@@ -113,6 +132,8 @@ def run_layout(
         settings = [f"agents.{name}.recompute={recompute}", f"optimizer.distributed={distributed}"]
         results[layout, model] = steps_of(folder, model, world, *settings)
         half = [*settings, f"agents.{name}.dtype=bfloat16"]
+        if model == "experts":
+            results[layout, "balanced"] = balanced_update(folder, world)
         results[layout, model, "bf16"] = steps_of(folder, model, world, *half, steps=1)
     world.close()
     return results

@@ -10,7 +10,7 @@ import torch
 from learner_steps import pair_config
 from megatron.core.transformer.moe.router import TopKRouter
 from parity_models import TOKENIZER_OF, write_models
-from parity_worker import cases, steps_of
+from parity_worker import balanced_update, cases, steps_of
 from ranks import run_ranks
 
 from megatron_hacpo.algorithm.minibatch import window_lower_bound
@@ -103,6 +103,19 @@ def test_layout_gives_one_ranks_updates(
     check_updates(many_ranks[layout, model], one_rank[model])
 
 
+@pytest.fixture(scope="module")
+def balanced_on_one_rank(models: Path, world: World) -> tuple[float, float | None]:
+    return balanced_update(models, world)
+
+
+@pytest.mark.parametrize("layout", [layout for layout, model in CASES if model == "experts"])
+def test_layout_balances_experts_as_one_rank(
+    layout: str, many_ranks: Any, balanced_on_one_rank: tuple[float, float]
+) -> None:
+    assert balanced_on_one_rank[1] > 1.01  # there is something to balance
+    assert many_ranks[layout, "balanced"] == pytest.approx(balanced_on_one_rank, rel=1e-5)
+
+
 @pytest.mark.parametrize("precision", [(), ("bf16",)])
 @pytest.mark.parametrize("layout, model", CASES)
 def test_first_own_ratio_is_exactly_one_in_every_layout(
@@ -112,12 +125,16 @@ def test_first_own_ratio_is_exactly_one_in_every_layout(
 
 
 @pytest.mark.slow
-def test_every_model_in_every_layout(models: Path, one_rank: dict[str, Any]) -> None:
+def test_every_model_in_every_layout(
+    models: Path, one_rank: dict[str, Any], balanced_on_one_rank: tuple[float, float]
+) -> None:
     results = run_on_four(models, "all")
     for layout, model in cases(every_model=True):
         check_updates(results[layout, model], one_rank[model])
         check_first_ratios(results[layout, model])
         check_first_ratios(results[layout, model, "bf16"])
+        if model == "experts":
+            assert results[layout, "balanced"] == pytest.approx(balanced_on_one_rank, rel=1e-5)
 
 
 @pytest.mark.parametrize("model", TOKENIZER_OF)

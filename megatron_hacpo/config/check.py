@@ -1,6 +1,7 @@
 """What a schema cannot see: whether a run's parts fit each other and the files they name."""
 
 import importlib.util
+import math
 import re
 from collections.abc import Iterator
 
@@ -58,13 +59,18 @@ def _batch_problems(config: RunConfig) -> Iterator[str]:
             batch.minibatch_prompts,
             f"does not divide batch.prompts = {batch.prompts}; use a divisor of {batch.prompts}",
         )
-    longest, name = max((agent.rollout.max_tokens, name) for name, agent in config.agents.items())
+    longest, name, context = max(
+        (math.ceil(agent.rollout.max_tokens / agent.parallel.context), name, agent.parallel.context)
+        for name, agent in config.agents.items()
+    )
     if batch.microbatch_tokens < longest:
+        whole = config.agents[name].rollout.max_tokens
+        share = f" on each of {context} context-parallel processes" if context > 1 else ""
         yield line(
             "batch.microbatch_tokens",
             batch.microbatch_tokens,
-            f"less than one sequence of agent {name}, up to {longest} tokens (max_prompt_tokens + "
-            f"max_response_tokens); use at least {longest}",
+            f"less than one sequence of agent {name}, up to {whole} tokens (max_prompt_tokens + "
+            f"max_response_tokens){share}; use at least {longest}",
         )
     for name in config.agents:
         yield from _group_problems(config, name)
@@ -87,6 +93,8 @@ def _optimizer_problems(config: RunConfig) -> Iterator[str]:
     for key, optimizer in sections.items():
         if optimizer.min_lr > optimizer.lr:
             yield line(f"{key}.min_lr", optimizer.min_lr, f"above lr = {optimizer.lr:g}; lower it")
+        if optimizer.cpu_offload and not optimizer.distributed:
+            yield line(f"{key}.cpu_offload", True, f"needs {key}.distributed; write it as true")
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
             wrong = f"leaves no step of run.steps = {config.run.steps} to the schedule; lower it"
             yield line(f"{key}.warmup_steps", optimizer.warmup_steps, wrong)

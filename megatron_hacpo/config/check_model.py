@@ -59,6 +59,9 @@ def _layout_problems(name: str, agent: AgentConfig, hf: Any) -> Iterator[str]:
         wrong = f"{agent.model} is a {hf.model_type} model, which has no experts; leave it out"
         yield line(("agents", name, "parallel", "expert"), parallel.expert, wrong)
         return
+    if agent.router_aux_loss_coef and not expert_count(hf):
+        wrong = f"{agent.model} is a {hf.model_type} model, which has no experts to balance; leave it out"
+        yield line(("agents", name, "router_aux_loss_coef"), agent.router_aux_loss_coef, wrong)
     if ranks % parallel.expert:
         wrong = f"does not divide tensor x context x data = {ranks}, which share the experts; use a divisor"
         yield line(("agents", name, "parallel", "expert"), parallel.expert, wrong)

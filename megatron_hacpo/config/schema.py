@@ -107,6 +107,9 @@ class OptimizerConfig(Section):
     """Where a schedule ends."""
     distributed: bool = False
     """Divide optimizer states and gradients over the data-parallel processes."""
+    cpu_offload: bool = False
+    """Keep float32 weights and optimizer states in host memory and update there; needs `distributed`. Without
+    a GPU they are there anyway."""
 
 
 class RolloutConfig(Section):
@@ -150,6 +153,8 @@ class AgentConfig(Section):
     """null: the tokenizer's eos_token."""
     recompute: Literal["none", "selective", "full"] = "none"
     """What backward computes again instead of keeping it in memory: attention, or whole layers."""
+    router_aux_loss_coef: NonNegative = 0.0
+    """Of a mixture of experts: weight of the loss that balances them (Switch Transformer); 0: none."""
     parallel: ParallelConfig = ParallelConfig()
     optimizer: OptimizerConfig
     rollout: RolloutConfig
@@ -333,6 +338,8 @@ class ReportConfig(Section):
     """Event files in AGENT/tensorboard/."""
     wandb: bool = False
     """Weights & Biases; needs the extra `wandb`."""
+    entropy: bool = False
+    """Also the model's entropy on its own responses; computed with the old log-probs."""
     gradient_cosine_every: CountOrZero = 0
     """Steps between measurements of the angle between own and cross gradients, which keep a float32 gradient
     per source in memory; 0: never."""

@@ -66,6 +66,9 @@ def rollout_metrics(own: OwnRollouts) -> Metrics:
             meter.add("reward/mean", response.reward)
         meter.add("response/length_mean", response.length)
         meter.add("response/truncated_fraction", response.finish_reason == "length")
+    for block in own.blocks:
+        if block.log_probs.entropy is not None:
+            meter.add("response/entropy", block.log_probs.entropy, int(block.counts.sum()))
     valid = sum(r.reward is not None for r in own.responses)
     return {**meter.values(), "reward/count": valid, "reward/invalid": len(own.responses) - valid}
 

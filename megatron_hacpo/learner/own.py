@@ -121,6 +121,7 @@ def old_log_probs(
     minibatches: Sequence[MiniBatch],
     keep_stop: bool,
     with_reference: bool,
+    with_entropy: bool = False,
 ) -> OwnRollouts:
     """Log-probs of the own responses under the weights that sampled them, mini-batch by mini-batch.
 
@@ -143,7 +144,7 @@ def old_log_probs(
                 rows.append(row)
                 sequences.append(TokenSequence(prompt_ids[row // group], view.response_ids))
         laid_out.append((rows, sequences, policy.plan(sequences), dropped))
-    old = [policy.log_probs(sequences, plan) for _, sequences, plan, _ in laid_out]
+    old = [policy.log_probs(sequences, plan, with_entropy=with_entropy) for _, sequences, plan, _ in laid_out]
     reference: list[LogProbs | None] = [None] * len(laid_out)
     if with_reference:
         with policy.reference_weights():

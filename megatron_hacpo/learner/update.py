@@ -10,6 +10,8 @@ from megatron_hacpo.learner.batch import LearnerMiniBatch
 from megatron_hacpo.learner.loss import MicroBatchOutput, minibatch_loss, tally_names
 from megatron_hacpo.megatron.policy import Gradient, Policy
 
+LOAD_BALANCE = "router/load_balance"
+
 
 @dataclass(frozen=True)
 class UpdateRecord:
@@ -44,13 +46,16 @@ def update(
         sums[: 2 * len(names)] += output.tallies.flatten()
         sums[[2 * len(names) + row for row in output.rows]] = output.ratios.double()
     sums = policy.world.from_last_stage(policy.world.sum_over_data(sums)).cpu()
-    tallies = sums[: 2 * len(names)].view(-1, 2).tolist()
+    pairs = sums[: 2 * len(names)].view(-1, 2).tolist()
+    tallies = {name: (total, count) for name, (total, count) in zip(names, pairs, strict=True)}
+    if result.load_balance is not None:
+        tallies[LOAD_BALANCE] = (result.load_balance, 1)
     return UpdateRecord(
         computed=True,
         applied=result.applied,
         grad_norm=result.grad_norm,
         ratios=sums[2 * len(names) :].float(),
-        tallies={name: (total, count) for name, (total, count) in zip(names, tallies, strict=True)},
+        tallies=tallies,
         gradient=result.gradient,
     )
 

@@ -22,8 +22,10 @@ def response_log_probs(
     *,
     temperature: float,
     vocab_size: int,
-) -> torch.Tensor:
-    """log_softmax(logits / temperature) of every response token, float32 [r], on every rank.
+    with_entropy: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(log_softmax(logits / temperature) of every response token, entropy there or None), both float32 [r],
+    on every rank.
 
     hidden: what the model's last stage hands back, [t, 1, h], of this context-parallel rank's tokens; with
     sequence parallelism a tensor-parallel rank's part of them.
@@ -33,12 +35,21 @@ def response_log_probs(
     else:
         hidden = copy_to_tensor_model_parallel_region(hidden)
     predicting = hidden[:, 0].index_select(0, micro.predictors)
-    own, _ = chunked_log_probs(
-        predicting, model.output_weight, micro.targets, temperature=temperature, vocab_size=vocab_size
+    own, entropy = chunked_log_probs(
+        predicting,
+        model.output_weight,
+        micro.targets,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        with_entropy=with_entropy,
     )
     if parallel_state.get_context_parallel_world_size() == 1:
-        return own
-    return _OverContext.apply(own, micro.owned, len(micro.segments))
+        return own, entropy
+    count = len(micro.segments)
+    return (
+        _OverContext.apply(own, micro.owned, count),
+        None if entropy is None else _OverContext.apply(entropy, micro.owned, count),
+    )
 
 
 class _OverContext(torch.autograd.Function):

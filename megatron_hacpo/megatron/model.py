@@ -40,11 +40,17 @@ Recompute = Literal["none", "selective", "full"]
 
 
 def transformer_config(
-    config: Any, *, layout: Layout, dtype: torch.dtype, recompute: Recompute = "none"
+    config: Any,
+    *,
+    layout: Layout,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    router_aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
     """Megatron's configuration of a Hugging Face model.
 
     recompute: what backward computes again instead of keeping it: nothing, attention, whole layers.
+    router_aux_loss_coef: of the Switch Transformer's load balancing loss (`LoadBalance` scales it).
     Gradients are summed over micro-batches and data-parallel ranks and nothing else
     (`calculate_per_token_loss`): the objective divides by the nominal number of sequences itself.
     """
@@ -89,7 +95,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **_RECOMPUTE[recompute],
-        **(_expert_settings(config) if family.has_experts else {}),
+        **(_expert_settings(config, router_aux_loss_coef) if family.has_experts else {}),
     )
 
 
@@ -100,7 +106,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 
 
-def _expert_settings(config: Any) -> dict[str, Any]:
+def _expert_settings(config: Any, router_aux_loss_coef: float) -> dict[str, Any]:
     """Routing as transformers does it: softmax in float32 over all experts, the best, and their sum made 1
     where the model asks for it, which is the softmax over the best alone."""
     return {
@@ -109,7 +115,8 @@ def _expert_settings(config: Any) -> dict[str, Any]:
         "moe_router_topk": config.num_experts_per_tok,
         "moe_router_pre_softmax": not config.norm_topk_prob,
         "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "aux_loss" if router_aux_loss_coef else "none",
+        "moe_aux_loss_coeff": router_aux_loss_coef,
         "moe_grouped_gemm": HAVE_TE,
     }
 

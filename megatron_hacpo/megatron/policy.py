@@ -26,6 +26,7 @@ from megatron_hacpo.hf.read import HFWeights, is_checkpoint
 from megatron_hacpo.megatron import batching
 from megatron_hacpo.megatron.checkpoint import load_checkpoint
 from megatron_hacpo.megatron.conversion import load_weights, parts
+from megatron_hacpo.megatron.load_balance import LoadBalance
 from megatron_hacpo.megatron.logprob import response_log_probs
 from megatron_hacpo.megatron.model import Recompute, build, hf_config, transformer_config
 from megatron_hacpo.megatron.packing import Division, PackedMicroBatch, TokenSequence, pack
@@ -45,23 +46,27 @@ class LogProbs:
     """Log-probs of the sequences of one mini-batch under one set of weights.
 
     tokens: per local micro-batch, float32 [r] on the last pipeline stage (empty elsewhere), in the order in
-    which the update will see them. sums: float32 [n], per sequence, on every rank.
+    which the update will see them. sums: float32 [n], per sequence, on every rank. entropy: of the model at
+    the response tokens, nats, summed over all of them, on every rank; None where it was not asked for.
     """
 
     tokens: list[torch.Tensor]
     sums: torch.Tensor
+    entropy: float | None = None
 
 
 @dataclass(frozen=True)
 class Update:
     """grad_norm: before clipping. applied: False when it or the loss was not finite.
     outputs: what the loss handed back per local micro-batch (last pipeline stage only).
-    gradient: before clipping, where it was asked for.
+    load_balance: the routers' auxiliary loss without its coefficient, mean over layers and micro-batches: 1
+    where all experts are used alike; None without one. gradient: before clipping, where it was asked for.
     """
 
     grad_norm: float
     applied: bool
     outputs: list[Any]
+    load_balance: float | None = None
     gradient: Gradient | None = None
 
 
@@ -80,8 +85,11 @@ class Policy:
         microbatch_tokens: int,
         keep_reference: bool,
         recompute: Recompute = "none",
+        router_aux_loss_coef: float = 0.0,
     ) -> None:
-        """microbatch_tokens: of a forward pass on one rank. recompute: as in `transformer_config`."""
+        """microbatch_tokens: of a forward pass on one rank. recompute: as in `transformer_config`.
+        router_aux_loss_coef: weight of the loss that balances experts; 0 for a model without experts.
+        """
         self.world = world
         self.hf_config = hf_config(folder)
         self._temperature = temperature
@@ -92,7 +100,16 @@ class Policy:
             parallel_state.get_context_parallel_rank(),
             layout.tensor if layout.divides_sequence else 1,
         )
-        megatron_config = transformer_config(self.hf_config, layout=layout, dtype=dtype, recompute=recompute)
+        megatron_config = transformer_config(
+            self.hf_config,
+            layout=layout,
+            dtype=dtype,
+            recompute=recompute,
+            router_aux_loss_coef=router_aux_loss_coef,
+        )
+        self._routers = (
+            LoadBalance(megatron_config, world, router_aux_loss_coef) if router_aux_loss_coef else None
+        )
         self._cost = _cost(megatron_config, self.hf_config.vocab_size)
         self.modules = build(self.hf_config, megatron_config, layout)
         if is_checkpoint(folder):
@@ -135,20 +152,35 @@ class Policy:
             multiple_of=layout.pipeline if layout.virtual_pipeline > 1 else 1,
         )
 
-    def log_probs(self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan) -> LogProbs:
+    def log_probs(
+        self,
+        sequences: Sequence[TokenSequence],
+        plan: batching.MicroBatchPlan,
+        *,
+        with_entropy: bool = False,
+    ) -> LogProbs:
         """Log-probs under the current weights, by the very forward pass that `update` runs on this plan."""
+        entropies: list[torch.Tensor] | None = [] if with_entropy else None
 
         def hand_back(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
             return log_probs.sum(), (micro, log_probs)  # the schedule wants a loss; nobody uses it
 
         with torch.no_grad():
-            outputs = self._run(self._micro_batches(sequences, plan), hand_back, forward_only=True)
+            outputs = self._run(
+                self._micro_batches(sequences, plan), hand_back, forward_only=True, entropies=entropies
+            )
         sums = torch.zeros(len(sequences), dtype=torch.float32, device=self.world.device)
         for micro, log_probs in outputs:
             if micro.rows:
                 sums[list(micro.rows)] = segment_sum(log_probs, micro.segments, len(micro.rows))
         sums = self.world.from_last_stage(self.world.sum_over_data(sums))
-        return LogProbs([log_probs for _, log_probs in outputs], sums.cpu())
+        entropy = None if entropies is None else self._total(sum(x.double().sum() for x in entropies))
+        return LogProbs([log_probs for _, log_probs in outputs], sums.cpu(), entropy)
+
+    def _total(self, value: torch.Tensor | float) -> float:
+        """The last stage's values, summed over data-parallel ranks, on every rank."""
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device) + value
+        return float(self.world.from_last_stage(self.world.sum_over_data(total)))
 
     def update(
         self,
@@ -162,6 +194,25 @@ class Policy:
 
         A loss or gradient norm that is not finite leaves weights and optimizer state as they are.
         """
+        total, outputs = self.forward_backward(sequences, plan, loss)
+        # `step` does both again and then clips; it lacks a look at the norm before the weights change.
+        self._optimizer.prepare_grads()
+        grad_norm = float(self._optimizer.get_grad_norm())
+        gradient = self._gradient() if keep_gradient else None
+        applied = math.isfinite(grad_norm) and math.isfinite(total)
+        if applied:
+            self._optimizer.step()
+        load_balance = None if self._routers is None else self._routers.mean()
+        return Update(grad_norm, applied, outputs, load_balance, gradient)
+
+    def forward_backward(
+        self, sequences: Sequence[TokenSequence], plan: batching.MicroBatchPlan, loss: Loss
+    ) -> tuple[float, list[Any]]:
+        """Leave the gradient of the sum of `loss` over all micro-batches in the buffers of Megatron's
+        DistributedDataParallel. Returns the sum, on every rank, and what the loss handed back."""
+        micro_batches = self._micro_batches(sequences, plan)
+        if self._routers is not None:
+            self._routers.start(micro_batches)
         total = torch.zeros((), device=self.world.device)
 
         def counted(micro: PackedMicroBatch, log_probs: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -172,16 +223,8 @@ class Policy:
         for part in self._parts:
             part.zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs = self._run(self._micro_batches(sequences, plan), counted, forward_only=False)
-        # `step` does both again and then clips; it lacks a look at the norm before the weights change.
-        self._optimizer.prepare_grads()
-        grad_norm = float(self._optimizer.get_grad_norm())
-        gradient = self._gradient() if keep_gradient else None
-        total = self.world.from_last_stage(self.world.sum_over_data(total))
-        applied = math.isfinite(grad_norm) and math.isfinite(float(total))
-        if applied:
-            self._optimizer.step()
-        return Update(grad_norm, applied, outputs, gradient)
+        outputs = self._run(micro_batches, counted, forward_only=False)
+        return float(self.world.from_last_stage(self.world.sum_over_data(total))), outputs
 
     def gradient_cosine(self, a: Gradient, b: Gradient) -> float | None:
         """cos(a, b) of two gradients over all ranks; None if one is 0. Collective."""
@@ -196,7 +239,7 @@ class Policy:
         return dot / math.sqrt(first * second) if first * second > 0.0 else None
 
     def _gradient(self) -> Gradient:
-        return [[g.clone() for g in o.get_main_grads_for_grad_norm()] for o in self._megatron_optimizers()]
+        return [[g.clone() for g in o.get_grads_for_grad_norm()] for o in self._megatron_optimizers()]
 
     def _megatron_optimizers(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
@@ -218,17 +261,30 @@ class Policy:
             for index, rows in enumerate(self.local_rows(plan))
         ]
 
-    def _run(self, micro_batches: list[PackedMicroBatch], loss: Loss, *, forward_only: bool) -> list[Any]:
-        """`loss` summed over the micro-batches, in Megatron's schedule; the last stage gets its outputs."""
+    def _run(
+        self,
+        micro_batches: list[PackedMicroBatch],
+        loss: Loss,
+        *,
+        forward_only: bool,
+        entropies: list[torch.Tensor] | None = None,
+    ) -> list[Any]:
+        """`loss` summed over the micro-batches, in Megatron's schedule; the last stage gets its outputs.
+
+        entropies: where to append each micro-batch's, float32 [r].
+        """
 
         def finish(micro: PackedMicroBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            log_probs = response_log_probs(
+            log_probs, entropy = response_log_probs(
                 self.modules[-1],
                 hidden,
                 micro,
                 temperature=self._temperature,
                 vocab_size=self.hf_config.vocab_size,
+                with_entropy=entropies is not None,
             )
+            if entropies is not None and entropy is not None:
+                entropies.append(entropy)
             value, output = loss(micro, log_probs)
             no_tokens = torch.zeros((), dtype=torch.int)  # the loss is normalised: nothing is to be counted
             return value, no_tokens, output
@@ -305,6 +361,9 @@ def _optimizer_config(optimizer: settings.OptimizerConfig, dtype: torch.dtype) -
         adam_eps=optimizer.eps,
         clip_grad=optimizer.clip_grad,
         use_distributed_optimizer=optimizer.distributed,
+        optimizer_cpu_offload=optimizer.cpu_offload and torch.cuda.is_available(),
+        optimizer_offload_fraction=1.0,
+        use_precision_aware_optimizer=optimizer.cpu_offload and torch.cuda.is_available(),
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )

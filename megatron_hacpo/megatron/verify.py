@@ -56,7 +56,7 @@ def verify_log_probs(folder: Path, checkpoint: Path) -> float:
         load_checkpoint([model], checkpoint)
         micro = pack(0, range(PROMPTS), [TokenSequence(row[:1], row[1:]) for row in ids], world.device)
         hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.attention)
-        ours = response_log_probs(model, hidden, micro, temperature=1.0, vocab_size=config.vocab_size)
+        ours, _ = response_log_probs(model, hidden, micro, temperature=1.0, vocab_size=config.vocab_size)
         theirs = _transformers_log_probs(folder, ids, dtype, world.device)
     gap = float((ours - theirs).abs().mean())
     if not gap <= LIMIT[dtype]:
