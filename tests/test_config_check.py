@@ -106,6 +106,20 @@ def test_the_example_is_fine_with_every_method() -> None:
             "agents.A.optimizer={schedule: linear, min_lr: 1.0}",
             "agents.A.optimizer.min_lr: 1.0: above lr = 0.0002; lower it",
         ),
+        (
+            "agents.A={model: examples/tiny/A, dtype: bfloat16, optimizer: {cpu_offload: true}}",
+            "agents.A.optimizer.cpu_offload: true: needs agents.A.optimizer.distributed; write that as true too",
+        ),
+        (
+            "agents.A.optimizer={cpu_offload: true, distributed: true}",
+            "agents.A.optimizer.cpu_offload: true: needs agents.A.dtype bfloat16 (megatron-core offloads no "
+            "float32 models); change one",
+        ),
+        (
+            "agents.A.router_aux_loss_coef=0.01",
+            "agents.A.router_aux_loss_coef: 0.01: examples/tiny/A is a qwen3 model, which has no experts to "
+            "balance; leave it out",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(override: str, expected: str) -> None:

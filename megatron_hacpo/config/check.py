@@ -94,10 +94,17 @@ def _optimizer_problems(config: RunConfig) -> Iterator[str]:
         if optimizer.min_lr > optimizer.lr:
             yield line(f"{key}.min_lr", optimizer.min_lr, f"above lr = {optimizer.lr:g}; lower it")
         if optimizer.cpu_offload and not optimizer.distributed:
-            yield line(f"{key}.cpu_offload", True, f"needs {key}.distributed; write it as true")
+            yield line(f"{key}.cpu_offload", True, f"needs {key}.distributed; write that as true too")
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
             wrong = f"leaves no step of run.steps = {config.run.steps} to the schedule; lower it"
             yield line(f"{key}.warmup_steps", optimizer.warmup_steps, wrong)
+
+    for name, agent in config.agents.items():
+        if agent.optimizer.cpu_offload and agent.dtype == "float32":
+            wrong = (
+                f"needs agents.{name}.dtype bfloat16 (megatron-core offloads no float32 models); change one"
+            )
+            yield line(("agents", name, "optimizer", "cpu_offload"), True, wrong)
 
 
 def _reward_problems(config: RunConfig) -> Iterator[str]:

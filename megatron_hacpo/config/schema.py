@@ -108,8 +108,8 @@ class OptimizerConfig(Section):
     distributed: bool = False
     """Divide optimizer states and gradients over the data-parallel processes."""
     cpu_offload: bool = False
-    """Keep float32 weights and optimizer states in host memory and update there; needs `distributed`. Without
-    a GPU they are there anyway."""
+    """Keep float32 weights and optimizer states in host memory and update there; needs `distributed` and a
+    model in bfloat16. Without a GPU they are there anyway."""
 
 
 class RolloutConfig(Section):

@@ -26,6 +26,7 @@ from megatron_hacpo.hf.read import HFWeights, is_checkpoint
 from megatron_hacpo.megatron import batching
 from megatron_hacpo.megatron.checkpoint import load_checkpoint
 from megatron_hacpo.megatron.conversion import load_weights, parts
+from megatron_hacpo.megatron.layers import HAVE_TE
 from megatron_hacpo.megatron.load_balance import LoadBalance
 from megatron_hacpo.megatron.logprob import response_log_probs
 from megatron_hacpo.megatron.model import Recompute, build, hf_config, transformer_config
@@ -127,7 +128,8 @@ class Policy:
         ]
         for part in self._parts:
             part.train()  # there is no dropout; one mode for log-probs and updates keeps them equal
-        self._optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype), self._parts)
+        offload = _offloads(optimizer, world.device)
+        self._optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype, offload), self._parts)
         self._schedule = _schedule(self._optimizer, optimizer, steps)
         megatron_config.finalize_model_grads_func = _sum_model_grads
         megatron_config.grad_scale_func = self._optimizer.scale_loss
@@ -350,7 +352,20 @@ def _sum_model_grads(model: list[torch.nn.Module], num_tokens: Any = None, **kwa
     finalize_model_grads(model, None, **kwargs)
 
 
-def _optimizer_config(optimizer: settings.OptimizerConfig, dtype: torch.dtype) -> OptimizerConfig:
+def _offloads(optimizer: settings.OptimizerConfig, device: torch.device) -> bool:
+    """Whether float32 weights and optimizer states leave the device for host memory, where a CPU's are."""
+    if not optimizer.cpu_offload or device.type == "cpu":
+        return False
+    if not HAVE_TE:
+        raise ValueError(
+            "optimizer.cpu_offload: true: megatron-core needs TransformerEngine; install the extra `gpu`"
+        )
+    return True
+
+
+def _optimizer_config(
+    optimizer: settings.OptimizerConfig, dtype: torch.dtype, offload: bool
+) -> OptimizerConfig:
     return OptimizerConfig(
         optimizer="adam",
         lr=optimizer.lr,
@@ -361,9 +376,9 @@ def _optimizer_config(optimizer: settings.OptimizerConfig, dtype: torch.dtype) -
         adam_eps=optimizer.eps,
         clip_grad=optimizer.clip_grad,
         use_distributed_optimizer=optimizer.distributed,
-        optimizer_cpu_offload=optimizer.cpu_offload and torch.cuda.is_available(),
+        optimizer_cpu_offload=offload,
         optimizer_offload_fraction=1.0,
-        use_precision_aware_optimizer=optimizer.cpu_offload and torch.cuda.is_available(),
+        use_precision_aware_optimizer=offload,  # else the float32 weights would stay on the device
         bf16=dtype is torch.bfloat16,
         params_dtype=dtype,
     )

@@ -1,0 +1,48 @@
+"""Optimizer states in host memory: Megatron's offloading optimizer, told that bfloat16 lies on a GPU."""
+
+import sys
+
+import pytest
+import torch
+from learner_steps import make_policy, pair_config, run_steps
+from megatron.core.optimizer import optimizer_config
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
+
+from megatron_hacpo.megatron import policy as policy_module
+from megatron_hacpo.megatron.cpu import _Stream
+from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.megatron.runtime import World
+
+
+def trained(world: World) -> tuple[Policy, list[float]]:
+    """A policy after three HACPO steps, and the gradient norms of its updates."""
+    config = pair_config("agents.B.dtype=bfloat16", "optimizer.distributed=true", "optimizer.eps=1.0e-4")
+    policy = make_policy(config, "B", world)
+    return policy, [record.grad_norm for record in run_steps(config, "B", policy, 3)]
+
+
+@pytest.fixture
+def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the offloading optimizer alone the model's weights are on a GPU, their float32 copies are not."""
+
+    def is_cuda(tensor: torch.Tensor) -> bool:
+        caller = sys._getframe(1).f_globals["__name__"]
+        return tensor.dtype is torch.bfloat16 and caller == hybrid_optimizer.__name__
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(is_cuda))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
+    monkeypatch.setattr(_Stream, "wait", lambda event, stream: None, raising=False)
+    monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda version: True)
+    monkeypatch.setattr(policy_module, "_offloads", lambda optimizer, device: True)
+
+
+def test_offloaded_optimizer_gives_the_same_updates(world: World, request: pytest.FixtureRequest) -> None:
+    usual, norms = trained(world)
+    request.getfixturevalue("pretended_gpu")
+    offloaded, other_norms = trained(world)
+    (optimizer,) = offloaded._megatron_optimizers()
+    assert isinstance(optimizer.optimizer, HybridDeviceOptimizer)
+    assert other_norms == norms
+    assert len(norms) == 12
+    for weight, other in zip(usual.parameters(), offloaded.parameters(), strict=True):
+        assert torch.equal(weight, other)
