@@ -1,13 +1,12 @@
 """Everything that one process of one agent needs, put together from the configuration."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
@@ -29,14 +28,14 @@ from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.reward import Verifier, score
-from megatron_hacpo.rollout.base import Engine, Sampling
+from megatron_hacpo.rollout.base import Rollout, Sampling
 
 _SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
 
 @dataclass
 class Agent:
-    """One process of one agent. `engine` and `writer` live on the leader alone.
+    """One process of one agent. `writer` lives on the leader alone.
 
     index: the agent's place among the run's agents. sources: the agents whose responses it trains on, itself
     included; learner: its place among those.
@@ -52,7 +51,7 @@ class Agent:
     verifier: Verifier
     policy: Policy
     exchange: Exchange
-    engine: Engine | None
+    rollout: Rollout
     writer: MetricsWriter | None
     tracker: CapabilityTracker
     window: WindowWatch
@@ -74,8 +73,6 @@ class Agent:
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Sampled | None:
         """G responses per prompt with the engine's current weights; on the leader, None elsewhere."""
-        if self.engine is None:
-            return None
         rollout = self.settings.rollout
         sampling = Sampling(
             responses_per_prompt=rollout.responses_per_prompt,
@@ -86,7 +83,9 @@ class Agent:
             seed=_seed(self.config.run.seed, self.index, step),
         )
         prompt_ids = [self.tokenizer.render_prompt(p.messages) for p in prompts]
-        responses = self.engine.generate(prompt_ids, sampling)
+        responses = self.rollout.generate(prompt_ids, sampling)
+        if responses is None:
+            return None
         return Sampled(
             [pack_ids(ids) for ids in prompt_ids], [own_response(r, self.tokenizer) for r in responses]
         )
@@ -161,12 +160,7 @@ class Agent:
 
     def sync_weights(self, step: int) -> None:
         """Give the engine the policy's weights."""
-        stream = self._finite(self.policy.export(), step)
-        if self.engine is not None:
-            self.engine.update_weights(stream, step)
-        else:
-            for _ in stream:
-                pass
+        self.rollout.sync_weights(step)
 
     def check_engine(self, own: OwnRollouts) -> Metrics:
         """Engine's log-probs against the trainer's; stops the run when they stay apart. On every rank."""
@@ -216,25 +210,18 @@ class Agent:
     def evaluate(self, step: int) -> None:
         """Accuracy on the held-out prompts, into eval.jsonl."""
         prompts = self.source.held_out()
-        if self.engine is None or self.writer is None or not prompts:
+        if not prompts:
             return
         result = evaluate(
-            self.engine,
+            self.rollout.generate,
             prompts,
             agent=self.settings,
             tokenizer=self.tokenizer,
             verifier=self.verifier,
             reward_range=self.config.reward.range,
         )
-        self.writer.evaluation({"step": step, **result})
-
-    def _finite(
-        self, stream: Iterator[tuple[str, torch.Tensor]], step: int
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in stream:
-            if not bool(tensor.isfinite().all()):
-                raise RuntimeError(f"agent {self.name}, step {step}: {name} is not finite")
-            yield name, tensor
+        if self.writer is not None:
+            self.writer.evaluation({"step": step, **result})
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""

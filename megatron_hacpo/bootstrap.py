@@ -20,6 +20,7 @@ from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.reward import get_verifier
+from megatron_hacpo.rollout.embedded import EmbeddedRollout
 from megatron_hacpo.rollout.local import LocalEngine
 
 STORE_VARIABLE = "HACPO_STORE"
@@ -93,7 +94,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
             is_leader=world.is_leader,
             broadcast=world.broadcast,
         ),
-        engine=engine,
+        rollout=EmbeddedRollout(engine, policy.export),
         writer=writer,
         tracker=CapabilityTracker(config.algorithm.capability_window, config.algorithm.capability_metric),
         window=WindowWatch(config.algorithm),

@@ -1,7 +1,7 @@
 """Accuracy of an agent on held-out prompts."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.hf.read import is_checkpoint
 from megatron_hacpo.inputs import load_tokenizers, open_prompts
 from megatron_hacpo.reward import Verifier, get_verifier, score
-from megatron_hacpo.rollout.base import Engine, Sampling
+from megatron_hacpo.rollout.base import Response, Sampling
 from megatron_hacpo.rollout.local import LocalEngine
 
 EVALUATION_SEED = 777
@@ -25,7 +25,7 @@ EVALUATION_SEED = 777
 
 
 def evaluate(
-    engine: Engine,
+    generate: Callable[[Sequence[Sequence[int]], Sampling], list[Response] | None],
     prompts: Sequence[Prompt],
     *,
     agent: AgentConfig,
@@ -36,7 +36,7 @@ def evaluate(
     """Mean reward of one response per prompt: `sampled` (the rollout's settings) and `greedy`.
 
     `sampled/GROUP` and `greedy/GROUP` break it down where prompts have groups. A response without a valid
-    reward counts as the lowest one.
+    reward counts as the lowest one. Empty where `generate` hands nothing back (`Rollout.generate`).
     """
     sampled = Sampling(
         responses_per_prompt=1,
@@ -49,7 +49,9 @@ def evaluate(
     ids = [tokenizer.render_prompt(p.messages) for p in prompts]
     result: dict[str, float] = {}
     for name, sampling in (("sampled", sampled), ("greedy", replace(sampled, temperature=0.0))):
-        responses = engine.generate(ids, sampling)
+        responses = generate(ids, sampling)
+        if responses is None:
+            continue
         texts = [tokenizer.decode_response(r.token_ids)[0] for r in responses]
         reasons = [r.finish_reason for r in responses]
         scored = score(prompts, texts, reasons, verifier, reward_range=reward_range)
@@ -80,7 +82,7 @@ def main(config: RunConfig, names: Sequence[str]) -> None:
         engine = LocalEngine(agent.model, dtype=dtype, device=device, stop_ids=tokenizer.stop_ids)
         _fill_from_checkpoint(engine, Path(agent.model))
         results[name] = evaluate(
-            engine,
+            engine.generate,
             prompts,
             agent=agent,
             tokenizer=tokenizer,

@@ -20,6 +20,7 @@ from ranks import join_world
 
 from megatron_hacpo.algorithm.segments import segment_sum
 from megatron_hacpo.megatron import runtime
+from megatron_hacpo.megatron.batching import MicroBatchPlan
 from megatron_hacpo.megatron.packing import PackedMicroBatch, TokenSequence
 from megatron_hacpo.megatron.policy import Gradient, Policy
 
@@ -72,6 +73,14 @@ def steps_of(
     name = TOKENIZER_OF[model]
     config = pair_config(*SETTINGS, f"agents.{name}.model={folder / model}", *settings)
     policy = make_policy(config, name, world, microbatch_tokens=tokens)
+    micro_batches, plan = [], policy.plan
+
+    def watched(sequences: list[TokenSequence]) -> MicroBatchPlan:
+        chosen = plan(sequences)
+        micro_batches.append(len(chosen[0]))
+        return chosen
+
+    policy.plan = watched
     records = run_steps(config, name, policy, steps)
     weights = {key: value.clone() for key, value in policy.export()}
     lonely, gradient = lonely_update(policy)
@@ -80,6 +89,7 @@ def steps_of(
         "tallies": [dict(r.tallies) for r in records],
         "ratios": [r.ratios for r in records],
         "weights": weights,
+        "micro_batches": max(micro_batches),
         "lonely": lonely,
         "cosine": policy.gradient_cosine(gradient, lonely_update(policy)[1]),
     }

@@ -108,7 +108,7 @@ def test_the_example_is_fine_with_every_method() -> None:
         ),
         (
             "agents.A={model: examples/tiny/A, dtype: bfloat16, optimizer: {cpu_offload: true}}",
-            "agents.A.optimizer.cpu_offload: true: needs agents.A.optimizer.distributed; write that as true too",
+            "agents.A.optimizer.cpu_offload: true: needs agents.A.optimizer.distributed; write true there",
         ),
         (
             "agents.A.optimizer={cpu_offload: true, distributed: true}",

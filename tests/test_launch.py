@@ -16,8 +16,9 @@ from rich.console import Console
 from megatron_hacpo.config import ConfigError, RunConfig, load
 from megatron_hacpo.launch.local import describe_failure, lock_run, prepare_run_dir, serve_store, worker
 from megatron_hacpo.launch.placement import Rank, placement
-from megatron_hacpo.launch.supervise import GUARD, Worker, WorkerFailed, supervise
+from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
+from megatron_hacpo.process.child import GUARD
 from megatron_hacpo.report.files import write_row
 
 ROOT = Path(__file__).parent.parent

@@ -2,6 +2,7 @@
 parallelism, recomputation, and the distributed optimizer."""
 
 from collections.abc import Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from learner_steps import pair_config
 from megatron.core.transformer.moe.router import TopKRouter
+from parity import differences, first_ratio_deviation, run_on_four
 from parity_models import TOKENIZER_OF, write_models
 from parity_worker import balanced_update, cases, steps_of
-from ranks import run_ranks
 
 from megatron_hacpo.algorithm.minibatch import window_lower_bound
 from megatron_hacpo.megatron.runtime import World
@@ -30,12 +31,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def many_ranks(models: Path) -> Any:
     return run_on_four(models)
-
-
-def run_on_four(models: Path, *options: str) -> Any:
-    """Results by (layout, model[, "bf16"]), computed by four real processes."""
-    run_ranks("parity_worker.py", 4, models, *options)
-    return torch.load(models / "results-2.pt") | torch.load(models / "results-0.pt")
 
 
 @pytest.fixture(scope="module")
@@ -74,26 +69,14 @@ def one_rank(models: Path, world: World, router_margins: list[float]) -> dict[st
 def check_updates(got: dict[str, Any], expected: dict[str, Any]) -> None:
     """Losses, ratios, gradient norms and the weights after all steps."""
     assert len(expected["norms"]) == 12
-    assert got["norms"] == pytest.approx(expected["norms"], rel=1e-5)
-    for mine, theirs in zip(got["tallies"], expected["tallies"], strict=True):
-        assert mine.keys() == theirs.keys()
-        for metric in mine:
-            (total, count), (expected_total, expected_count) = mine[metric], theirs[metric]
-            assert count == expected_count
-            assert total / max(count, 1) == pytest.approx(expected_total / max(count, 1), abs=1e-5), metric
+    assert max(astuple(differences(got, expected))) <= 1e-5
     assert got["lonely"] == pytest.approx(expected["lonely"], rel=1e-5)
     assert got["cosine"] == pytest.approx(expected["cosine"], abs=1e-4)
-    assert got["weights"].keys() == expected["weights"].keys()
-    for key, weight in expected["weights"].items():
-        torch.testing.assert_close(got["weights"][key], weight, atol=1e-5, rtol=0, msg=key)
 
 
 def check_first_ratios(results: dict[str, Any]) -> None:
     """s of each step's first update is exactly 1."""
-    first_updates = results["ratios"][::4]
-    assert first_updates
-    for ratios in first_updates:
-        assert float((ratios - 1.0).abs().max()) == 0.0
+    assert first_ratio_deviation(results) == 0.0
 
 
 @pytest.mark.parametrize("layout, model", CASES)
@@ -138,7 +121,7 @@ def test_every_model_in_every_layout(
 
 
 @pytest.mark.parametrize("model", TOKENIZER_OF)
-@pytest.mark.parametrize("tokens", [100_000, 250, 60])
+@pytest.mark.parametrize("tokens", [100_000, 240, 100, 48])
 def test_updates_do_not_depend_on_the_number_of_micro_batches(
     tokens: int, model: str, models: Path, world: World, one_rank: dict[str, Any]
 ) -> None:

@@ -94,7 +94,7 @@ def _optimizer_problems(config: RunConfig) -> Iterator[str]:
         if optimizer.min_lr > optimizer.lr:
             yield line(f"{key}.min_lr", optimizer.min_lr, f"above lr = {optimizer.lr:g}; lower it")
         if optimizer.cpu_offload and not optimizer.distributed:
-            yield line(f"{key}.cpu_offload", True, f"needs {key}.distributed; write that as true too")
+            yield line(f"{key}.cpu_offload", True, f"needs {key}.distributed; write true there")
         if optimizer.schedule != "constant" and optimizer.warmup_steps >= config.run.steps:
             wrong = f"leaves no step of run.steps = {config.run.steps} to the schedule; lower it"
             yield line(f"{key}.warmup_steps", optimizer.warmup_steps, wrong)

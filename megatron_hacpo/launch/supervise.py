@@ -2,17 +2,16 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 
-GUARD = Path(__file__).with_name("guard.py")
+from megatron_hacpo.process.child import Child
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -44,38 +43,12 @@ class Interrupted(RuntimeError):  # noqa: N818 - reads as what happened
         self.signum = signum
 
 
-class _Process:
-    """A started worker, in a session and process group of its own: so its descendants can be reached."""
+class _Process(Child):
+    """A started worker."""
 
     def __init__(self, worker: Worker) -> None:
+        super().__init__(worker.command, {**os.environ, **worker.environment}, worker.log)
         self.worker = worker
-        worker.log.parent.mkdir(parents=True, exist_ok=True)
-        with worker.log.open("wb") as log:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *worker.command],
-                env={**os.environ, **worker.environment},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self.pidfd = os.pidfd_open(self._popen.pid)
-        self.buried = False
-
-    def has_ended(self) -> bool:
-        """Asked without collecting it: while the leader is a zombie nobody else gets the group's number."""
-        return os.waitid(os.P_PID, self._popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-    def signal_group(self, signum: signal.Signals) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signum)
-
-    def bury(self) -> int:
-        """Kill what is left of the group and collect the leader; returns its exit code, -N for signal N."""
-        self.signal_group(signal.SIGKILL)
-        os.close(self.pidfd)
-        self.buried = True
-        return self._popen.wait()
 
 
 def supervise(

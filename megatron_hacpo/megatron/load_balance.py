@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from megatron.core.package_info import MAJOR, MINOR
 from megatron.core.transformer.moe.moe_utils import (
     clear_aux_losses_tracker,
     get_moe_layer_wise_logging_tracker,
@@ -14,6 +15,7 @@ from megatron_hacpo.megatron.packing import PackedMicroBatch
 from megatron_hacpo.megatron.runtime import World
 
 _NAME = "load_balancing_loss"  # Megatron's, in its tracker
+_COUNTS_EVERY_RANK = (MAJOR, MINOR) >= (0, 19)
 
 
 class LoadBalance:
@@ -24,8 +26,8 @@ class LoadBalance:
     context-parallel ranks of the micro-batch; padding counts). 1 where all experts are used alike.
 
     Under `calculate_per_token_loss` each rank of a micro-batch adds coefficient * its part of L * the tokens
-    it holds, meant for a later division by a token count that does not happen here. The coefficient that
-    routers read is therefore set anew for each update.
+    it holds (since 0.19: that all these ranks hold), meant for a later division by a token count that does
+    not happen here. The coefficient that routers read is therefore set anew for each update.
     """
 
     def __init__(self, config: TransformerConfig, world: World, coef: float) -> None:
@@ -38,7 +40,9 @@ class LoadBalance:
         """Before an update: weigh each micro-batch with its share of the update's tokens."""
         layout = self._world.layout
         parts = layout.tensor if layout.divides_sequence else 1  # of the tokens of a context-parallel rank
-        tokens = torch.tensor(sum(m.tokens.shape[1] for m in micro_batches), device=self._world.device)
+        ranks = layout.tensor * layout.context if _COUNTS_EVERY_RANK else 1
+        local = sum(m.tokens.shape[1] for m in micro_batches)
+        tokens = torch.tensor(ranks * local, device=self._world.device)
         self._config.moe_aux_loss_coeff = self._coef * parts / int(self._world.sum_over_data(tokens))
         self._micro_batches = len(micro_batches)
         if _NAME in get_moe_layer_wise_logging_tracker():

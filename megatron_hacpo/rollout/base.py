@@ -1,6 +1,6 @@
 """The interface between the training loop and whatever generates responses."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -48,7 +48,7 @@ class Response:
 
 
 class Engine(Protocol):
-    """Generates responses with the newest weights it was given."""
+    """Generates responses with the newest weights it was given; lives in one process."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response]:
         """`responses_per_prompt` responses per prompt, prompt-major: prompt 0's responses first."""
@@ -64,3 +64,30 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free what the engine holds."""
         ...
+
+
+class Rollout(Protocol):
+    """How an agent's ranks generate, whatever does it. Every method is a collective of the agent's world."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+        """The leader's prompts are answered as `Engine.generate` does; None on the other ranks."""
+        ...
+
+    def sync_weights(self, version: int) -> None:
+        """From now on generate with the policy's current weights, known as `version`.
+
+        Raises RuntimeError, naming the tensor, if one of them is not finite.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free what generates."""
+        ...
+
+
+def finite(tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same pairs; RuntimeError at one that is not finite, since no engine could say so."""
+    for name, tensor in tensors:
+        if not bool(tensor.isfinite().all()):
+            raise RuntimeError(f"{name} is not finite after step {version}; no weights were given on")
+        yield name, tensor

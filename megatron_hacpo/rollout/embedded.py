@@ -1,0 +1,33 @@
+"""Rollouts by an engine in the leader's process."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from megatron_hacpo.rollout.base import Engine, Response, Sampling, finite
+
+
+class EmbeddedRollout:
+    """Implements `rollout.base.Rollout` with the engine that the leader holds; other ranks hold None."""
+
+    def __init__(
+        self, engine: Engine | None, weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    ) -> None:
+        """weights: streams (Hugging Face name, full tensor) to the leader; a collective of the world."""
+        self._engine = engine
+        self._weights = weights
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+        return None if self._engine is None else self._engine.generate(prompts, sampling)
+
+    def sync_weights(self, version: int) -> None:
+        stream = finite(self._weights(), version)
+        if self._engine is not None:
+            self._engine.update_weights(stream, version)
+        else:
+            for _ in stream:
+                pass
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
