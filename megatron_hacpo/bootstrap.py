@@ -1,6 +1,7 @@
 """From a configuration and an environment to one working process of one agent."""
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,8 +21,10 @@ from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.reward import get_verifier
+from megatron_hacpo.rollout.base import Rollout
 from megatron_hacpo.rollout.embedded import EmbeddedRollout
 from megatron_hacpo.rollout.local import LocalEngine
+from megatron_hacpo.rollout.sglang.setup import open_rollout
 
 STORE_VARIABLE = "HACPO_STORE"
 """host:port of the run's store, where agents meet."""
@@ -49,11 +52,10 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
     world_store, rank = _world_store(store, name, layout.world_size)
     world = runtime.start(store=world_store, rank=rank, layout=layout, seed=config.run.seed, timeout=timeout)
     tokenizers = load_tokenizers(config)
-    dtype = getattr(torch, settings.dtype)
     policy = Policy(
         Path(settings.model),
         world=world,
-        dtype=dtype,
+        dtype=getattr(torch, settings.dtype),
         optimizer=settings.optimizer,
         steps=config.run.steps,
         temperature=settings.rollout.temperature,
@@ -62,11 +64,8 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         recompute=settings.recompute,
         router_aux_loss_coef=settings.router_aux_loss_coef,
     )
-    engine = writer = None
+    writer = None
     if world.is_leader:
-        engine = LocalEngine(
-            settings.model, dtype=dtype, device=world.device, stop_ids=tokenizers[name].stop_ids
-        )
         config_file = config.path / "config.yaml"
         if not config_file.exists():  # the launcher writes it; torchrun and srun do not
             config_file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,6 +73,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         writer = MetricsWriter(
             config.path / name, tensorboard=config.report.tensorboard, wandb=config.report.wandb
         )
+    rollout = _open_rollout(config, name, world, policy, tokenizers[name].stop_ids)
     agent = Agent(
         config=config,
         name=name,
@@ -94,16 +94,44 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
             is_leader=world.is_leader,
             broadcast=world.broadcast,
         ),
-        rollout=EmbeddedRollout(engine, policy.export),
+        rollout=rollout,
         writer=writer,
         tracker=CapabilityTracker(config.algorithm.capability_window, config.algorithm.capability_metric),
         window=WindowWatch(config.algorithm),
     )
-    yield agent
+    try:
+        yield agent
+    finally:
+        rollout.close()  # also after an error: servers would outlive this process for a while
     agent.exchange.close()
     if writer is not None:
         writer.close()
     world.close()
+
+
+def _open_rollout(
+    config: RunConfig, name: str, world: runtime.World, policy: Policy, stop_ids: tuple[int, ...]
+) -> Rollout:
+    """What generates for this agent, by `rollout.engine`; a collective of its ranks."""
+    settings = config.agents[name]
+    if settings.rollout.engine == "sglang":
+        return open_rollout(
+            name,
+            settings,
+            ranks=world,
+            device=world.device,
+            weights=policy.stage_tensors,
+            hf_config=policy.hf_config,
+            stop_ids=stop_ids,
+            run_dir=config.path,
+            seed=config.run.seed + 1000 * config.names.index(name),
+            warn=lambda text: print(f"warning: agent {name}: {text}", file=sys.stderr, flush=True),
+        )
+    engine = None
+    if world.is_leader:
+        dtype = getattr(torch, settings.dtype)
+        engine = LocalEngine(settings.model, dtype=dtype, device=world.device, stop_ids=stop_ids)
+    return EmbeddedRollout(engine, policy.export)
 
 
 def _launcher_store(timeout: timedelta) -> dist.Store | None:

@@ -5,6 +5,7 @@ Every method and ablation is configuration alone (docs/methods.md lists them). A
 always wins. Fields that a method does not use (gspo's `delta`) may stand there, without effect.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -112,11 +113,67 @@ class OptimizerConfig(Section):
     model in bfloat16. Without a GPU they are there anyway."""
 
 
+class SGLangConfig(Section):
+    """SGLang servers of one agent, in a Python environment of their own."""
+
+    python: str | None = None
+    """Interpreter of that environment; the run then starts the servers itself."""
+    servers: Count = 1
+    """How many the run starts."""
+    tensor: Count = 1
+    """Tensor-parallel size of each."""
+    addresses: list[str] = []
+    """Servers that run already, as http://HOST:PORT, instead of `python` and `servers`."""
+    key_variable: str = "HACPO_SGLANG_KEY"
+    """Environment variable with the API key of `addresses`; servers that the run starts get a random one."""
+    host: str = "127.0.0.1"
+    """Address on which servers of the run listen."""
+    memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of a GPU's memory, for weights and cache; null: SGLang's choice."""
+    cache_tokens: Count | None = None
+    """Tokens in a server's cache; null: what the memory holds, without a GPU 65,536."""
+    max_concurrent: Count = 256
+    """Requests in flight per server; the others wait here."""
+    arguments: list[str] = []
+    """Further arguments of `sglang.launch_server`."""
+    start_minutes: Positive = 20.0
+    """Until a started server must answer."""
+    hang_seconds: Annotated[float, Field(ge=5)] = 120.0
+    """A server that answers no health check for so long is taken for dead."""
+    restarts: CountOrZero = 3
+    """How often a server of the run is started again."""
+    transport: Literal["auto", "distributed", "tensor", "disk"] = "auto"
+    """How weights travel: broadcast over a process group, in requests (one node alone), or through files.
+    `auto`: `tensor` for colocated servers, else `distributed`."""
+    bucket_mb: Count = 512
+    """Megabytes of weights that are sent together."""
+    weights_dir: str | None = None
+    """For `disk`: a folder that servers and trainer share; null: the agent's in the run's folder."""
+    verify_sync: bool = False
+    """Compare the servers' weights after each sync with a copy written to disk, tensor by tensor. Slow."""
+
+    @field_validator("addresses")
+    @classmethod
+    def _are_addresses(cls, addresses: list[str]) -> list[str]:
+        for address in addresses:
+            if not re.fullmatch(r"https?://[^/:]+:\d{1,5}", address):
+                raise ValueError(f"{address} is not http://HOST:PORT; write it so")
+        if len(set(addresses)) < len(addresses):
+            raise ValueError("has an address twice; keep one")
+        return addresses
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "SGLangConfig":
+        if self.python is not None and self.addresses:
+            raise ValueError("python and addresses are both set; keep one")
+        return self
+
+
 class RolloutConfig(Section):
     """How responses are drawn. Lengths are tokens of the agent's own tokenizer."""
 
-    engine: Literal["local"] = "local"
-    """`local`: a transformers model in the trainer's leader process."""
+    engine: Literal["local", "sglang"] = "local"
+    """`local`: a transformers model in the trainer's leader process. `sglang`: servers."""
     responses_per_prompt: Count = 8
     """G."""
     max_prompt_tokens: Count = 1024
@@ -129,6 +186,7 @@ class RolloutConfig(Section):
     """1: no limit."""
     top_k: CountOrZero = 0
     """0: no limit."""
+    sglang: SGLangConfig = SGLangConfig()
     max_logprob_gap: Positive | None = None
     """Mean |engine - trainer| log-prob that stops the run when it lasts; null: by the agent's dtype."""
 
@@ -391,6 +449,12 @@ def _inherited(agent: Any, raw: dict[str, Any]) -> Any:
     completed = dict(agent)
     for section in INHERITED:
         shared, own = raw.get(section, {}), agent.get(section, {})
-        if isinstance(shared, dict) and isinstance(own, dict):
-            completed[section] = {**shared, **own}
+        completed[section] = _merged(shared, own)
     return completed
+
+
+def _merged(shared: Any, own: Any) -> Any:
+    """`own` keys over `shared` ones, section by section."""
+    if not isinstance(shared, dict) or not isinstance(own, dict):
+        return own
+    return {**shared, **{key: _merged(shared.get(key), value) for key, value in own.items()}}

@@ -7,12 +7,14 @@ from megatron_hacpo.config import RunConfig
 
 @dataclass(frozen=True)
 class Rank:
-    """One process: its place in its agent's world, and its device on this machine."""
+    """One process: its place in its agent's world, and its device on this machine. server_gpu: the first
+    device of the agent's rollout servers."""
 
     agent: str
     rank: int
     world_size: int
     local_rank: int
+    server_gpu: int
 
     @property
     def name(self) -> str:
@@ -25,14 +27,18 @@ class Rank:
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_RANK": str(self.local_rank),
+            "HACPO_SERVER_GPU": str(self.server_gpu),
             "HACPO_STORE": store,
         }
 
 
 def placement(config: RunConfig) -> list[Rank]:
-    """All processes of all agents, agent by agent; devices are handed out in that order."""
+    """All processes of all agents, agent by agent; devices are handed out in that order, first to all
+    processes, then to all servers that the run starts."""
     ranks: list[Rank] = []
+    server_gpu = sum(agent.parallel.world_size for agent in config.agents.values())
     for name, agent in config.agents.items():
-        size = agent.parallel.world_size
-        ranks += [Rank(name, rank, size, local_rank=len(ranks) + rank) for rank in range(size)]
+        size, first = agent.parallel.world_size, len(ranks)
+        ranks += [Rank(name, rank, size, first + rank, server_gpu) for rank in range(size)]
+        server_gpu += agent.rollout.sglang.servers * agent.rollout.sglang.tensor
     return ranks

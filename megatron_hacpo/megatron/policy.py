@@ -246,10 +246,13 @@ class Policy:
     def _megatron_optimizers(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
+    def stage_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of this pipeline stage; every rank of it must exhaust it."""
+        return hf_tensors(parts(self.modules, self.hf_config), self.hf_config)
+
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) on the leader; every rank must exhaust it."""
-        stage = hf_tensors(parts(self.modules, self.hf_config), self.hf_config)
-        return to_leader(stage, self.world)
+        return to_leader(self.stage_tensors(), self.world)
 
     def local_rows(self, plan: batching.MicroBatchPlan) -> list[list[int]]:
         """The sequences of each of this data-parallel rank's micro-batches."""

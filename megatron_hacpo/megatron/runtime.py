@@ -58,17 +58,35 @@ class World:
         """Rank 0 talks for the agent: it generates, exchanges and writes."""
         return self.rank == 0
 
-    def broadcast(self, data: bytes | None) -> bytes:
-        """The leader's bytes, on every rank. Others pass None."""
+    @property
+    def stages(self) -> int:
+        """Pipeline stages; their ranks follow each other, stage by stage."""
+        return self.layout.pipeline
+
+    @property
+    def stage(self) -> int:
+        return self.rank // (self.size // self.stages)
+
+    def first_of_stage(self, stage: int) -> int:
+        """The rank that speaks for a pipeline stage: the first in all other dimensions."""
+        return stage * (self.size // self.stages)
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank speaks for its pipeline stage."""
+        return self.rank == self.first_of_stage(self.stage)
+
+    def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
+        """The bytes of rank `source`, by default the leader, on every rank. Others pass None."""
         if self.size == 1:
             assert data is not None
             return data
         length = torch.tensor([len(data) if data is not None else 0])
-        dist.broadcast(length, src=0, group=self.host_group)
+        dist.broadcast(length, src=source, group=self.host_group)
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if data is not None:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        dist.broadcast(buffer, src=0, group=self.host_group)
+        dist.broadcast(buffer, src=source, group=self.host_group)
         return buffer.numpy().tobytes()
 
     def from_last_stage(self, tensor: torch.Tensor) -> torch.Tensor:

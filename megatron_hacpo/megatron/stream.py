@@ -56,13 +56,12 @@ def to_leader(mine: Tensors, world: World) -> Tensors:
     mine: this stage's `hf_tensors`. A collective of the world: every rank must exhaust it. Stages other than
     the leader's send from their first rank, one tensor at a time.
     """
-    per_stage = world.size // world.layout.pipeline
     if world.is_leader:
         yield from mine
-        for stage in range(1, world.layout.pipeline):
-            while (received := _receive(world, stage * per_stage)) is not None:
+        for stage in range(1, world.stages):
+            while (received := _receive(world, world.first_of_stage(stage))) is not None:
                 yield received
-    elif world.rank % per_stage == 0:
+    elif world.sends:
         for name, tensor in mine:
             _send(world, name, tensor)
         _send(world, "", torch.empty(0))

@@ -1,0 +1,110 @@
+"""The servers of one agent: which there are, which hold the current weights, and how they come back."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from megatron_hacpo.rollout.sglang.client import ServerClient
+from megatron_hacpo.rollout.sglang.server import ManagedServer
+
+State = Literal["starting", "stale", "serving", "lost"]
+"""starting: not answering yet. stale: healthy, with other weights than the policy's. serving: may generate.
+lost: dead, and not to be started again."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One server's place. server: None for one that somebody else started. start: makes a new process.
+    incarnation: counts the processes that had this place."""
+
+    number: int
+    client: ServerClient
+    tensor: int
+    server: ManagedServer | None = None
+    start: Callable[[], ManagedServer] | None = None
+    restarts_left: int = 0
+    state: State = "starting"
+    incarnation: int = 0
+    why_lost: str = field(default="")
+
+    @property
+    def name(self) -> str:
+        return f"server {self.number} ({self.client.url})"
+
+
+class Members:
+    """All servers of an agent. To be used in the event loop of their clients, but for the properties."""
+
+    def __init__(
+        self, members: Sequence[Member], *, start_seconds: float, warn: Callable[[str], None]
+    ) -> None:
+        """start_seconds: until one must answer. warn: told in one line of all that is lost or comes back."""
+        self.all = list(members)
+        self._start_seconds = start_seconds
+        self._warn = warn
+        self.changed = asyncio.Event()
+
+    def of(self, *states: State) -> list[Member]:
+        """Those in one of these states."""
+        return [member for member in self.all if member.state in states]
+
+    def describe_losses(self) -> str:
+        """Why each is gone, a line each, with the end of its log."""
+        lines = []
+        for member in self.all:
+            lines.append(f"{member.name}: {member.why_lost}")
+            if member.server is not None:
+                lines.append(member.server.last_lines())
+        return "\n".join(lines)
+
+    async def fail(self, member: Member, why: str) -> None:
+        """`member` is dead or hangs: end its process and, within its budget, have another one started.
+
+        Returns at once; the new process becomes "stale" when it answers. Whoever notices first counts.
+        """
+        if member.state in ("starting", "lost"):
+            return
+        member.state, member.why_lost = "starting", why
+        if member.server is not None:
+            member.server.kill()
+        await member.client.close()
+        if member.start is None or member.restarts_left == 0:
+            member.state = "lost"
+            self._warn(f"SGLang {member.name} is lost ({why})")
+        else:
+            member.restarts_left -= 1
+            self._warn(f"SGLang {member.name} is started again ({why}); {member.restarts_left} more times")
+            member.server = member.start()
+            member.client = member.server.client
+            member.incarnation += 1
+            self._restart = asyncio.ensure_future(self._until_ready(member))
+        self._notify()
+
+    async def start_all(self) -> None:
+        """Wait until all that are starting answer; raises RuntimeError if one does not."""
+        starting = [m for m in self.of("starting") if m.server is not None]
+        await asyncio.gather(*(m.server.ready(self._start_seconds) for m in starting if m.server is not None))
+        for member in self.of("starting"):
+            member.state = "stale"
+
+    async def close(self) -> None:
+        """End the run's own servers, which hold nothing that is worth waiting for."""
+        for member in self.all:
+            await member.client.close()
+            if member.server is not None:
+                member.server.kill()
+
+    async def _until_ready(self, member: Member) -> None:
+        assert member.server is not None
+        try:
+            await member.server.ready(self._start_seconds)
+        except RuntimeError as error:
+            member.state = "stale"  # or `fail` would take it for one that is being started already
+            await self.fail(member, str(error).splitlines()[0])
+            return
+        member.state = "stale"
+        self._notify()
+
+    def _notify(self) -> None:
+        self.changed.set()

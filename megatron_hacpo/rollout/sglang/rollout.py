@@ -1,0 +1,101 @@
+"""Rollouts by SGLang servers, as every rank of an agent takes part in them."""
+
+from collections.abc import Collection, Sequence
+
+from megatron_hacpo.rollout.base import Response, Sampling
+from megatron_hacpo.rollout.sglang.generation import Generation
+from megatron_hacpo.rollout.sglang.loop import LoopThread
+from megatron_hacpo.rollout.sglang.members import Member, Members
+from megatron_hacpo.rollout.sglang.sync import Ranks, SyncFailed, WeightSync
+
+_DONE, _SYNC = b"done", b"sync"
+
+
+class SGLangRollout:
+    """Implements `rollout.base.Rollout`. The leader holds the servers; the others follow its orders, which are
+    one broadcast each: a server that came back amid a batch needs weights, and all ranks to send them.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sync: WeightSync,
+        members: Members | None,
+        loop: LoopThread | None,
+        *,
+        stop_ids: Collection[int],
+        max_concurrent: int,
+        hang_seconds: float,
+    ) -> None:
+        """members, loop: on the leader alone; the loop is where the servers' clients live."""
+        self._ranks = ranks
+        self._sync = sync
+        self._members = members
+        self._loop = loop
+        self._stop_ids = frozenset(stop_ids)
+        self._max_concurrent = max_concurrent
+        self._hang_seconds = hang_seconds
+        self._version = 0
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+        """Raises RuntimeError when all servers are lost, or one answers what cannot be used."""
+        if self._members is None or self._loop is None:
+            while self._ranks.broadcast(None) == _SYNC:
+                self._give_weights([])
+            return None
+        batch = Generation(
+            self._members,
+            prompts,
+            sampling,
+            stop_ids=self._stop_ids,
+            version=self._version,
+            max_concurrent=self._max_concurrent,
+            hang_seconds=self._hang_seconds,
+        )
+        while (responses := self._loop.run(batch.advance())) is None:
+            self._ranks.broadcast(_SYNC)
+            self._give_weights(self._members.of("stale"))
+        self._ranks.broadcast(_DONE)
+        return responses
+
+    def sync_weights(self, version: int) -> None:
+        """Servers that fail meanwhile are started again and get the weights when they are back."""
+        self._version = version
+        self._give_weights(self._members.of("stale", "serving") if self._members is not None else [])
+
+    def close(self) -> None:
+        self._sync.close()
+        if self._members is not None and self._loop is not None:
+            self._loop.run(self._members.close())
+            self._loop.close()
+
+    def _give_weights(self, to: Sequence[Member]) -> None:
+        """All of these servers that live have the current weights afterwards. A collective."""
+        left = list(to)
+        while self._order(bool(left)):
+            for member in left:
+                member.state = "stale"
+            try:
+                self._sync.update([_target(member) for member in left], self._version)
+            except SyncFailed as failed:
+                self._bury(left, failed)
+                left = [m for m in left if m.state == "stale"]
+            else:
+                for member in left:
+                    member.state = "serving"
+                left = []
+
+    def _order(self, going_on: bool) -> bool:
+        """Whether the leader has servers to give weights to."""
+        return self._ranks.broadcast(_SYNC if going_on else _DONE if self._ranks.is_leader else None) == _SYNC
+
+    def _bury(self, tried: Sequence[Member], failed: SyncFailed) -> None:
+        if self._members is None or self._loop is None:
+            return
+        for member in tried:
+            if member.number in failed.reasons:
+                self._loop.run(self._members.fail(member, failed.reasons[member.number]))
+
+
+def _target(member: Member) -> tuple[int, int, int, str, str | None]:
+    return member.number, member.incarnation, member.tensor, member.client.url, member.client.key

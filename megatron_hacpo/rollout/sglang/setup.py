@@ -1,0 +1,182 @@
+"""From an agent's configuration to its servers, checked and ready for weights."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_hacpo.config import AgentConfig
+from megatron_hacpo.hf.families import tensor_shapes
+from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError
+from megatron_hacpo.rollout.sglang.loop import LoopThread
+from megatron_hacpo.rollout.sglang.members import Member, Members
+from megatron_hacpo.rollout.sglang.rollout import SGLangRollout
+from megatron_hacpo.rollout.sglang.server import ManagedServer, ServerSpec, new_key
+from megatron_hacpo.rollout.sglang.sync import ExpectedWeights, Ranks, WeightSync
+from megatron_hacpo.rollout.sglang.transports import (
+    DiskTransport,
+    DistributedTransport,
+    TensorTransport,
+    Transport,
+)
+
+GPU_VARIABLE = "HACPO_SERVER_GPU"
+"""The first of this machine's GPUs that the agent's servers may take, one after the other."""
+
+CONTEXT_MARGIN = 8
+"""Tokens that SGLang keeps back of its context length."""
+
+
+def open_rollout(
+    name: str,
+    settings: AgentConfig,
+    *,
+    ranks: Ranks,
+    device: torch.device,
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+    hf_config: Any,
+    stop_ids: tuple[int, ...],
+    run_dir: Path,
+    seed: int,
+    warn: Callable[[str], None],
+) -> SGLangRollout:
+    """Start or find the servers of agent `name`; a collective of its ranks.
+
+    weights: this pipeline stage's (Hugging Face name, full tensor). run_dir: gets the servers' logs and, with
+    the transport `disk`, weights. warn: told in one line of servers that are lost or come back.
+    Raises ValueError for servers that are not what the configuration says, RuntimeError for one that does not
+    start.
+    """
+    sglang = settings.rollout.sglang
+    members = loop = None
+    if ranks.is_leader:
+        loop = LoopThread()
+        members = Members(
+            _members(name, settings, run_dir, seed, device),
+            start_seconds=60.0 * sglang.start_minutes,
+            warn=warn,
+        )
+        loop.run(members.start_all())
+        for member in members.all:
+            loop.run(_check(member, settings))
+    sync = WeightSync(
+        ranks,
+        weights,
+        ExpectedWeights(tensor_shapes(hf_config), getattr(torch, settings.dtype)),
+        lambda loop: _transport(name, settings, run_dir, ranks, device, loop),
+        bucket_bytes=sglang.bucket_mb * 2**20,
+        checking_transport=(
+            (lambda loop: DiskTransport(loop, run_dir / "weights" / f"{name}-check", ranks.stage))
+            if sglang.verify_sync and sglang.transport != "disk"
+            else None
+        ),
+    )
+    return SGLangRollout(
+        ranks,
+        sync,
+        members,
+        loop,
+        stop_ids=stop_ids,
+        max_concurrent=sglang.max_concurrent,
+        hang_seconds=sglang.hang_seconds,
+    )
+
+
+def _transport(
+    name: str, settings: AgentConfig, run_dir: Path, ranks: Ranks, device: torch.device, loop: LoopThread
+) -> Transport:
+    sglang = settings.rollout.sglang
+    if sglang.transport == "tensor":
+        return TensorTransport(loop)
+    if sglang.transport == "disk":
+        folder = Path(sglang.weights_dir) / name if sglang.weights_dir else run_dir / "weights" / name
+        return DiskTransport(loop, folder, ranks.stage)
+    timeout = timedelta(seconds=sglang.hang_seconds)
+    return DistributedTransport(loop, f"{name}-stage{ranks.stage}-{os.getpid()}", device, timeout)
+
+
+def _members(
+    name: str, settings: AgentConfig, run_dir: Path, seed: int, device: torch.device
+) -> list[Member]:
+    sglang = settings.rollout.sglang
+    if sglang.addresses:
+        key = os.environ.get(sglang.key_variable)
+        return [
+            Member(number, ServerClient(url, key), tensor=1) for number, url in enumerate(sglang.addresses)
+        ]
+    key = new_key()
+    first_gpu = int(os.environ.get(GPU_VARIABLE, "0")) if device.type == "cuda" else None
+    members = []
+    for number in range(sglang.servers):
+        assert sglang.python is not None
+        spec = ServerSpec(
+            python=str(Path(sglang.python).absolute()),
+            model=Path(settings.model).absolute(),
+            dtype=settings.dtype,
+            tensor=sglang.tensor,
+            host=sglang.host,
+            context=settings.rollout.max_tokens + CONTEXT_MARGIN,
+            max_concurrent=sglang.max_concurrent,
+            cache_tokens=sglang.cache_tokens,
+            memory_fraction=sglang.memory_fraction,
+            first_gpu=None if first_gpu is None else first_gpu + number * sglang.tensor,
+            seed=seed + number,
+            key=key,
+            arguments=tuple(sglang.arguments),
+        )
+        members.append(_managed(name, number, spec, run_dir, sglang.restarts))
+    return members
+
+
+def _managed(name: str, number: int, spec: ServerSpec, run_dir: Path, restarts: int) -> Member:
+    starts = 0
+
+    def start() -> ManagedServer:
+        nonlocal starts
+        again = f".{starts}" if starts else ""
+        starts += 1
+        return ManagedServer(spec, run_dir / "logs" / f"{name}.server{number}{again}.log")
+
+    server = start()
+    return Member(
+        number, server.client, tensor=spec.tensor, server=server, start=start, restarts_left=restarts
+    )
+
+
+async def _check(member: Member, settings: AgentConfig) -> None:
+    """ValueError unless the server is one that this agent can use."""
+    try:
+        said = await member.client.info()
+    except ServerError as error:
+        raise ValueError(f"rollout.sglang: {error}") from None
+    member.tensor = said.tensor
+    where = f"rollout.sglang: {member.client.url}"
+    if not _same_model(Path(said.model_path), Path(settings.model)):
+        raise ValueError(
+            f"{where} serves {said.model_path}, the agent is {settings.model}; start it with that"
+        )
+    if said.dtype != settings.dtype:
+        raise ValueError(
+            f"{where} computes in {said.dtype}, the agent in {settings.dtype}; start it with that"
+        )
+    needed = settings.rollout.max_tokens + CONTEXT_MARGIN
+    if said.context_length < needed:
+        raise ValueError(
+            f"{where} has a context of {said.context_length} tokens, sequences need {needed} "
+            f"(max_prompt_tokens + max_response_tokens + {CONTEXT_MARGIN}); start it with more"
+        )
+
+
+def _same_model(served: Path, model: Path) -> bool:
+    """By its configuration if both folders can be read here, else by the folder's name."""
+    if not (served / "config.json").is_file():
+        return served.name == model.name
+    return bool(_config(served) == _config(model))
+
+
+def _config(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -1,0 +1,313 @@
+"""Three ways for weights into servers, behind one interface.
+
+The order of one sync: `prepare` on every server (by the leader), `send` bucket by bucket (by one rank of each
+pipeline stage, stage by stage), `finish` on every server (by the leader). Nothing is generated in between.
+"""
+
+import base64
+import pickle
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+
+from megatron_hacpo.hf.write import write_weights
+from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
+from megatron_hacpo.rollout.sglang.loop import LoopThread
+
+Bucket = list[tuple[str, torch.Tensor]]
+"""(Hugging Face name, full tensor), non-empty."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A server that gets weights. number, incarnation: which of the agent's, and which process of it.
+    ranks: its tensor-parallel size."""
+
+    number: int
+    incarnation: int
+    ranks: int
+    client: ServerClient
+
+
+class Transport(Protocol):
+    """Raises ServerError where a server does not take part; the sync then starts anew without it."""
+
+    async def prepare(self, target: Target) -> None:
+        """Stop generating, drop cached keys and values, get ready for weights."""
+        ...
+
+    def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
+        """One bucket to all servers. Called in a thread, one bucket after the other."""
+        ...
+
+    async def finish(self, target: Target, version: str) -> None:
+        """The weights are complete: know them as `version` and generate again."""
+        ...
+
+    def close(self) -> None: ...
+
+
+async def pause(target: Target) -> None:
+    """Requests stay where they are, their cache does not."""
+    await target.client.post("/pause_generation", {"mode": "retract"})
+    await target.client.post("/flush_cache?timeout=20", {})
+
+
+async def _begin(target: Target) -> None:
+    await pause(target)
+    try:
+        await target.client.post("/begin_weight_update", {})
+    except ServerError as error:
+        if "already open" not in str(error):  # what an interrupted sync left behind
+            raise
+
+
+async def _end(target: Target, version: str) -> None:
+    await target.client.post("/end_weight_update", {})
+    await target.client.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+    await target.client.post("/continue_generation", {})
+
+
+class DistributedTransport:
+    """One broadcast per bucket over a process group of the sending rank and all servers' ranks: gloo on CPUs,
+    NCCL on GPUs. The group is made anew when the servers change."""
+
+    def __init__(self, loop: LoopThread, name: str, device: torch.device, timeout: timedelta) -> None:
+        """name: unlike that of any other rank that sends to the same servers."""
+        self._loop = loop
+        self._name = name
+        self._device = device
+        self._timeout = timeout
+        self._store: dist.TCPStore | None = None
+        self._group: Any = None
+        self._group_name = ""
+        self._joined: tuple[tuple[int, int], ...] = ()
+        self._made = 0
+
+    async def prepare(self, target: Target) -> None:
+        await _begin(target)
+
+    async def finish(self, target: Target, version: str) -> None:
+        await _end(target, version)
+
+    def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
+        """All tensors' bytes as one flat one, the widest type first, so that all begin at their alignment."""
+        self._join(targets)
+        ordered = sorted(bucket, key=lambda item: -item[1].dtype.itemsize)
+        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
+        request = {
+            "names": [name for name, _ in ordered],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
+            "shapes": [list(tensor.shape) for _, tensor in ordered],
+            "group_name": self._group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        posts = [
+            self._loop.start(t.client.post("/update_weights_from_distributed", request)) for t in targets
+        ]
+        try:
+            work = self._group.broadcast(flat, 0)
+            _wait_for(work.is_completed, posts)
+            work.wait()
+            for post in posts:
+                post.result()
+        except RuntimeError as error:
+            self._leave()  # the servers that still wait for bytes see the connection go
+            if isinstance(error, ServerError):
+                raise
+            raise ServerGone(f"weights could not be sent: {error}") from error
+
+    def close(self) -> None:
+        self._leave()
+
+    def _join(self, targets: Sequence[Target]) -> None:
+        """A group of this rank and the servers' ranks, unless it is there."""
+        members = tuple((t.number, t.incarnation) for t in targets)
+        if self._group is not None and members == self._joined:
+            return
+        if self._group is not None:
+            name = self._group_name
+            self._leave()
+            for target in targets:
+                self._loop.run(_destroy_group(target, name))
+        address = address_towards(targets[0].client.url)
+        if self._store is None:
+            self._store = dist.TCPStore(
+                address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+            )
+        self._made += 1
+        self._group_name = f"{self._name}-{self._made}"
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        world, offset, posts = 1 + sum(t.ranks for t in targets), 1, []
+        for target in targets:
+            request = {
+                "master_address": address,
+                "master_port": self._store.port,
+                "rank_offset": offset,
+                "world_size": world,
+                "group_name": self._group_name,
+                "backend": backend,
+            }
+            posts.append(self._loop.start(target.client.post("/init_weights_update_group", request)))
+            offset += target.ranks
+        # The prefixes under which SGLang's own torch looks for the others.
+        inner = dist.PrefixStore(f"{self._group_name}/", dist.PrefixStore(self._group_name, self._store))
+        store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", inner)
+        made: Future[Any] = Future()
+        # A constructor waits for the others, so it is a thread's that may be left alone when one refuses.
+        threading.Thread(
+            target=_make_group, args=(made, backend, store, world, self._timeout), daemon=True
+        ).start()
+        try:
+            _wait_for(made.done, posts)
+            self._group = made.result()
+            for post in posts:
+                post.result()
+        except RuntimeError as error:
+            if isinstance(error, ServerError):
+                raise
+            raise ServerGone(
+                f"no process group with {', '.join(t.client.url for t in targets)} within "
+                f"{self._timeout.total_seconds():g} s ({error}); if their torch is another one than the "
+                f"trainer's {torch.__version__}, use rollout.sglang.transport: disk"
+            ) from error
+        self._joined = members
+
+    def _leave(self) -> None:
+        if self._group is not None:
+            self._group.shutdown()
+        self._group, self._joined = None, ()
+
+
+def _make_group(made: "Future[Any]", backend: str, store: dist.Store, world: int, timeout: timedelta) -> None:
+    """A process group in which this process is rank 0, into `made`."""
+    try:
+        if backend == "gloo":
+            made.set_result(dist.ProcessGroupGloo(store, 0, world, timeout))
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            made.set_result(dist.ProcessGroupNCCL(store, 0, world, options))
+    except RuntimeError as error:
+        made.set_exception(error)
+
+
+def _wait_for(done: Callable[[], bool], posts: "Sequence[Future[Any]]") -> None:
+    """Until `done`; a request that fails meanwhile ends it with its error."""
+    while not done():
+        for post in posts:
+            if post.done():
+                post.result()
+        time.sleep(0.0005)
+
+
+async def _destroy_group(target: Target, name: str) -> None:
+    try:
+        await target.client.post("/destroy_weights_update_group", {"group_name": name})
+    except ServerError as error:
+        if "does not exist" not in str(error):
+            raise
+
+
+class TensorTransport:
+    """Tensors in the requests themselves: as handles of GPU memory on a GPU's own node, else as bytes."""
+
+    def __init__(self, loop: LoopThread) -> None:
+        self._loop = loop
+
+    async def prepare(self, target: Target) -> None:
+        await _begin(target)
+
+    async def finish(self, target: Target, version: str) -> None:
+        await _end(target, version)
+
+    def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
+        payload = serialized(bucket)
+        posts = [
+            self._loop.start(
+                target.client.post(
+                    "/update_weights_from_tensor",
+                    {"serialized_named_tensors": [payload] * target.ranks, "flush_cache": False},
+                )
+            )
+            for target in targets
+        ]
+        for post in posts:
+            post.result()
+
+    def close(self) -> None: ...
+
+
+def serialized(bucket: Bucket) -> str:
+    """What SGLang unpickles: a list of (name, tensor). On a GPU tensors become CUDA IPC handles, good until
+    the request is answered; on a CPU copies, since a view would take its whole storage along.
+    """
+    if bucket[0][1].is_cuda:
+        data = bytes(ForkingPickler.dumps([(name, tensor.contiguous()) for name, tensor in bucket]))
+    else:
+        data = pickle.dumps([(name, tensor.clone()) for name, tensor in bucket])
+    return base64.b64encode(data).decode()
+
+
+class DiskTransport:
+    """Weights as files in a folder that trainer and servers share; servers see a complete folder or none."""
+
+    def __init__(self, loop: LoopThread, folder: Path, stage: int) -> None:
+        """folder: this transport's own. stage: of the pipeline; each writes files of its own."""
+        self._loop = loop
+        self._partial = folder / ".partial"
+        self._folder = folder
+        self._stage = stage
+        self._files = 0
+
+    async def prepare(self, target: Target) -> None:
+        await pause(target)
+
+    def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
+        part = self._partial / f"stage{self._stage:03}-{self._files:05}"
+        part.mkdir(parents=True)
+        write_weights(bucket, part)
+        (part / "model.safetensors").rename(part.with_suffix(".safetensors"))
+        part.rmdir()
+        self._files += 1
+
+    async def finish(self, target: Target, version: str) -> None:
+        complete = self._folder / f"version-{version}"
+        request = {"model_path": str(complete.absolute()), "weight_version": version, "flush_cache": False}
+        await target.client.post("/update_weights_from_disk", request)
+        await target.client.post("/continue_generation", {})
+
+    def start(self) -> None:
+        """Before a sync, on the leader: nothing of an earlier one is left."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._partial.mkdir(parents=True)
+        self._files = 0
+
+    def complete(self, version: str) -> None:
+        """After all stages have sent, on the leader."""
+        self._partial.rename(self._folder / f"version-{version}")
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def address_towards(url: str) -> str:
+    """This machine's address on the way to a server's."""
+    parts = urlsplit(url)
+    family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
