@@ -2,14 +2,18 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+SGLANG := .venv-sglang/.installed
+NEWEST := .venv-megatron-newest
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo claim test lint clean
+.PHONY: help demo claim test test-real sglang-cpu lint clean
 
 help:
 	@echo "make demo   two tiny agents teach each other (about 5 minutes); results in runs/tiny-pair/"
 	@echo "make claim  HACPO against its baselines over five seeds (about an hour); results in runs/claim/"
 	@echo "make test   linters, type checker and all tests that need neither root nor a second environment (about 10 minutes)"
+	@echo "make test-real  the tests that install SGLang and another megatron-core first (about 15 minutes)"
+	@echo "make sglang-cpu  SGLang for CPUs in an environment of its own, .venv-sglang/"
 	@echo "make lint   linters and type checker alone"
 	@echo "make clean  remove the environment and the demo's run"
 
@@ -30,7 +34,24 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/pytest -m "not slow and not sglang and not slurm" -n 2 --dist loadfile --durations=15
+	$(BIN)/pytest -m "not slow and not real and not sglang and not slurm" -n 2 --dist loadfile --durations=15
+
+sglang-cpu: $(SGLANG)
+
+$(SGLANG): tools/sglang_cpu_requirements.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check --no-deps --requirement $<
+	touch $@
+
+# The newest megatron-core asks for Python 3.12, but runs on 3.11.
+$(NEWEST)/.installed:
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+		--python-version 3.12 --only-binary=:all: --target $(NEWEST) megatron-core==0.19.2
+	touch $@
+
+test-real: $(INSTALLED) $(SGLANG) $(NEWEST)/.installed
+	MEGATRON_NEWEST=$(NEWEST) $(BIN)/pytest -m "(real or sglang) and not slow" --durations=15
 
 clean:
 	rm -rf .venv runs/tiny-pair

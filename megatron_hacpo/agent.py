@@ -107,6 +107,7 @@ class Agent:
 
     def old_log_probs(self, scored: Sampled) -> OwnRollouts:
         """The responses with the trainer's log-probs, old and (for KL) reference."""
+        self.rollout.release()
         return old_log_probs(
             self.policy,
             sampled=scored,
@@ -225,6 +226,7 @@ class Agent:
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""
+        self.rollout.release()
         stream = self.policy.export()
         if self.world.is_leader:
             write_hf_folder(Path(self.settings.model), stream, self.folder / "hf")

@@ -63,6 +63,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         keep_reference=config.algorithm.kl_coef > 0.0,
         recompute=settings.recompute,
         router_aux_loss_coef=settings.router_aux_loss_coef,
+        offload=settings.placement.offload,
     )
     writer = None
     if world.is_leader:
@@ -125,6 +126,7 @@ def _open_rollout(
             stop_ids=stop_ids,
             run_dir=config.path,
             seed=config.run.seed + 1000 * config.names.index(name),
+            trainer=policy,
             warn=lambda text: print(f"warning: agent {name}: {text}", file=sys.stderr, flush=True),
         )
     engine = None

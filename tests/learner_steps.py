@@ -43,6 +43,7 @@ def make_policy(config: RunConfig, name: str, world: World, *, microbatch_tokens
         keep_reference=config.algorithm.kl_coef > 0.0,
         recompute=agent.recompute,
         router_aux_loss_coef=agent.router_aux_loss_coef,
+        offload=agent.placement.offload,
     )
 
 

@@ -1,6 +1,7 @@
 """Optimizer states in host memory: Megatron's offloading optimizer, told that bfloat16 lies on a GPU."""
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -45,4 +46,50 @@ def test_offloaded_optimizer_gives_the_same_updates(world: World, request: pytes
     assert other_norms == norms
     assert len(norms) == 12
     for weight, other in zip(usual.parameters(), offloaded.parameters(), strict=True):
+        assert torch.equal(weight, other)
+
+
+def memory_of(policy: Policy) -> dict[str, int]:
+    """Bytes that are allocated, by kind; in float32 the optimizer's weights are the model's."""
+
+    def storages(tensors: Iterator[torch.Tensor]) -> dict[int, int]:
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+    weights = storages(policy.parameters())
+    states = {key: size for key, size in storages(policy._optimizer_tensors()).items() if key not in weights}
+    return {
+        "weights": sum(weights.values()),
+        "gradients": sum(storages(policy._gradient_buffers()).values()),
+        "states": sum(states.values()),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("distributed", ["true", "false"])
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_a_trainer_that_left_its_memory_to_others_goes_on_as_if_nothing_was(
+    offload: str, distributed: str, dtype: str, world: World
+) -> None:
+    settings = [f"agents.B.dtype={dtype}", f"optimizer.distributed={distributed}"]
+    config = pair_config(*settings, f"agents.B.placement={{colocated: true, offload: {offload}}}")
+    plain, moved = make_policy(pair_config(*settings), "B", world), make_policy(config, "B", world)
+    for _ in range(2):
+        before = memory_of(moved)
+        moved.offload()
+        freed = memory_of(moved)
+        assert freed == {
+            **before,
+            "gradients": 0,
+            "states": 0,
+            **({"weights": 0} if offload == "all" else {}),
+        }
+        moved.reload_weights()
+        assert memory_of(moved)["weights"] == before["weights"]
+        assert memory_of(moved)["gradients"] == 0
+        moved.reload()
+        assert memory_of(moved) == before
+        norms = [[r.grad_norm for r in run_steps(config, "B", policy, 1)] for policy in (plain, moved)]
+        assert norms[0] == norms[1]
+    assert memory_of(moved)["states"] > 0
+    for weight, other in zip(plain.parameters(), moved.parameters(), strict=True):
         assert torch.equal(weight, other)

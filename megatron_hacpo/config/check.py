@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from megatron_hacpo.config.check_model import model_problems
+from megatron_hacpo.config.check_rollout import rollout_problems
 from megatron_hacpo.config.errors import ConfigError, line
 from megatron_hacpo.config.schema import RunConfig, method_value
 
@@ -27,6 +28,7 @@ def check(config: RunConfig) -> list[str]:
         *(problem for name, agent in config.agents.items() for problem in model_problems(name, agent)),
         *_batch_problems(config),
         *_optimizer_problems(config),
+        *(problem for name, agent in config.agents.items() for problem in rollout_problems(name, agent)),
         *_reward_problems(config),
         *_data_problems(config),
         *_report_problems(config),

@@ -196,6 +196,16 @@ class RolloutConfig(Section):
         return self.max_prompt_tokens + self.max_response_tokens
 
 
+class PlacementConfig(Section):
+    """Where an agent's rollout servers compute."""
+
+    colocated: bool = False
+    """On the GPUs of the agent's own processes, taking turns with them."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What a colocated trainer moves to host memory while servers generate: nothing, optimizer states and
+    gradients, or these and the weights."""
+
+
 class AgentConfig(Section):
     """One agent. `optimizer` and `rollout` may override single keys of the run's sections of that name."""
 
@@ -214,6 +224,7 @@ class AgentConfig(Section):
     router_aux_loss_coef: NonNegative = 0.0
     """Of a mixture of experts: weight of the loss that balances them (Switch Transformer); 0: none."""
     parallel: ParallelConfig = ParallelConfig()
+    placement: PlacementConfig = PlacementConfig()
     optimizer: OptimizerConfig
     rollout: RolloutConfig
 

@@ -39,6 +39,8 @@ def placement(config: RunConfig) -> list[Rank]:
     server_gpu = sum(agent.parallel.world_size for agent in config.agents.values())
     for name, agent in config.agents.items():
         size, first = agent.parallel.world_size, len(ranks)
-        ranks += [Rank(name, rank, size, first + rank, server_gpu) for rank in range(size)]
-        server_gpu += agent.rollout.sglang.servers * agent.rollout.sglang.tensor
+        shared = agent.placement.colocated
+        servers = first if shared else server_gpu
+        ranks += [Rank(name, rank, size, first + rank, servers) for rank in range(size)]
+        server_gpu += 0 if shared else agent.rollout.sglang.servers * agent.rollout.sglang.tensor
     return ranks

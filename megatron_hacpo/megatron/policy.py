@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
@@ -30,6 +30,7 @@ from megatron_hacpo.megatron.layers import HAVE_TE
 from megatron_hacpo.megatron.load_balance import LoadBalance
 from megatron_hacpo.megatron.logprob import response_log_probs
 from megatron_hacpo.megatron.model import Recompute, build, hf_config, transformer_config
+from megatron_hacpo.megatron.offload import HostCopies
 from megatron_hacpo.megatron.packing import Division, PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.stream import hf_tensors, to_leader
@@ -37,6 +38,8 @@ from megatron_hacpo.megatron.stream import hf_tensors, to_leader
 Gradient = list[list[torch.Tensor]]
 """fp32, per Megatron optimizer: what this rank counts in the norm, so that over the optimizer's ranks each
 element appears once."""
+
+Offload = Literal["none", "optimizer", "all"]
 
 Loss = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs of its response tokens, float32 [r]) -> (loss to be summed, what to hand back)."""
@@ -87,11 +90,15 @@ class Policy:
         keep_reference: bool,
         recompute: Recompute = "none",
         router_aux_loss_coef: float = 0.0,
+        offload: Offload = "none",
     ) -> None:
         """microbatch_tokens: of a forward pass on one rank. recompute: as in `transformer_config`.
         router_aux_loss_coef: weight of the loss that balances experts; 0 for a model without experts.
+        offload: what `offload` moves.
         """
         self.world = world
+        self._offload = offload
+        self._weight_copies, self._other_copies = HostCopies(), HostCopies()
         self.hf_config = hf_config(folder)
         self._temperature = temperature
         layout = world.layout
@@ -128,8 +135,10 @@ class Policy:
         ]
         for part in self._parts:
             part.train()  # there is no dropout; one mode for log-probs and updates keeps them equal
-        offload = _offloads(optimizer, world.device)
-        self._optimizer = get_megatron_optimizer(_optimizer_config(optimizer, dtype, offload), self._parts)
+        in_host_memory = _offloads(optimizer, world.device)
+        self._optimizer = get_megatron_optimizer(
+            _optimizer_config(optimizer, dtype, in_host_memory), self._parts
+        )
         self._schedule = _schedule(self._optimizer, optimizer, steps)
         megatron_config.finalize_model_grads_func = _sum_model_grads
         megatron_config.grad_scale_func = self._optimizer.scale_loss
@@ -245,6 +254,42 @@ class Policy:
 
     def _megatron_optimizers(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
+
+    def offload(self) -> None:
+        """Leave the device's memory to others: gradients and optimizer states, and with "all" the weights."""
+        if self._offload == "none":
+            return
+        weights = list(self.parameters())
+        held = {weight.untyped_storage().data_ptr() for weight in weights}
+        states = [t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in held]
+        self._other_copies.offload(states)
+        self._other_copies.offload(self._gradient_buffers(), keep=False)
+        if self._offload == "all":
+            self._weight_copies.offload(weights)
+
+    def reload_weights(self) -> None:
+        """Bring the weights back, and nothing else yet."""
+        self._weight_copies.reload()
+
+    def reload(self) -> None:
+        """Bring everything back; gradients are 0."""
+        self._weight_copies.reload()
+        self._other_copies.reload()
+
+    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
+        """States and float32 weights on the device."""
+        for optimizer in self._megatron_optimizers():
+            inner = optimizer.optimizer
+            values = [v for state in inner.state.values() for v in state.values()]
+            shown = [p for group in inner.param_groups for p in group["params"]]
+            for tensor in [*values, *shown]:
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == self.world.device.type:
+                    yield tensor
+
+    def _gradient_buffers(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            for buffer in [*part.buffers, *part.expert_parallel_buffers]:
+                yield buffer.grad_data
 
     def stage_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of this pipeline stage; every rank of it must exhaust it."""

@@ -76,6 +76,10 @@ class World:
         """Whether this rank speaks for its pipeline stage."""
         return self.rank == self.first_of_stage(self.stage)
 
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier(group=self.host_group)
+
     def broadcast(self, data: bytes | None, source: int = 0) -> bytes:
         """The bytes of rank `source`, by default the leader, on every rank. Others pass None."""
         if self.size == 1:
@@ -113,7 +117,7 @@ class World:
 
     def close(self) -> None:
         """Leave together: a rank that goes first aborts the others' connections."""
-        dist.barrier(group=self.host_group)
+        self.barrier()
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
 

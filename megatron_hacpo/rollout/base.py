@@ -80,6 +80,10 @@ class Rollout(Protocol):
         """
         ...
 
+    def release(self) -> None:
+        """Until the next `sync_weights` nothing is generated: the policy may have all memory."""
+        ...
+
     def close(self) -> None:
         """Free what generates."""
         ...

@@ -28,6 +28,9 @@ class EmbeddedRollout:
             for _ in stream:
                 pass
 
+    def release(self) -> None:
+        """The embedded engine stays where it is."""
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.close()

@@ -6,8 +6,7 @@ from typing import Any
 
 import aiohttp
 
-SUPPORTED = ((0, 5, 21), (0, 6, 0))
-"""Versions from the first on and below the second: those with begin_weight_update and end_weight_update."""
+from megatron_hacpo.rollout.sglang.versions import unsupported
 
 CONTROL_SECONDS = 300.0
 """For requests that a healthy server answers at once or after a weight bucket."""
@@ -17,7 +16,7 @@ class ServerError(RuntimeError):
     """A server refused a request, or answered what no healthy server answers. The message names both."""
 
 
-class ServerGone(ServerError):
+class ServerGone(ServerError):  # noqa: N818 - reads as what happened
     """No answer: the server is dead, hangs, or cannot be reached."""
 
 
@@ -60,11 +59,9 @@ class ServerClient:
         """Raises ServerError for a version that does not speak the weight protocol used here."""
         said = await self.get("/server_info")
         version = str(said.get("version"))
-        if not _supported(version):
-            lowest, above = (".".join(map(str, bound)) for bound in SUPPORTED)
-            raise ServerError(
-                f"{self.url} runs SGLang {version}; install one from {lowest} on and below {above} there"
-            )
+        wrong = unsupported(version)
+        if wrong is not None:
+            raise ServerError(f"{self.url} {wrong}")
         # A server without a limit of its own tells how long a prompt may be, six tokens less.
         context = said.get("context_length") or said["max_req_input_len"] + 6
         return ServerInfo(version, said["model_path"], said["dtype"], said["tp_size"], context)
@@ -119,9 +116,3 @@ def _reason(text: str) -> str:
     while isinstance(said, dict):
         said = next((said[key] for key in ("error", "message", "detail") if key in said), str(said))
     return " ".join(str(said).split())[:500]
-
-
-def _supported(version: str) -> bool:
-    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
-    lowest, above = SUPPORTED
-    return len(numbers) == 3 and lowest <= numbers < above

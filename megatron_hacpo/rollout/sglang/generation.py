@@ -17,7 +17,7 @@ ATTEMPTS = 3
 """Times that a response is asked for of servers that live but answer with an error."""
 
 
-class BadResponse(ServerError):
+class BadResponse(ServerError):  # noqa: N818 - reads as what happened
     """An answer that is not a complete response of the current weights."""
 
 
@@ -130,6 +130,8 @@ class Generation:
             self._refusals[index] += 1
             if self._refusals[index] == ATTEMPTS:
                 raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error
+        except RuntimeError as error:
+            raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error
         finally:
             self._in_flight[member] -= 1
 
@@ -179,9 +181,7 @@ def response_of(
         raise BadResponse(f"{len(ids)} tokens came with log-probs of {len(pairs)} tokens or of other ones")
     if any(pair[0] is None or not math.isfinite(pair[0]) for pair in pairs):
         place = next(i for i, pair in enumerate(pairs) if pair[0] is None or not math.isfinite(pair[0]))
-        raise RuntimeError(
-            f"request {meta['id']}: the log-prob of token {place} is {pairs[place][0]}; the weights are broken"
-        )
+        raise RuntimeError(f"log-prob {pairs[place][0]} of token {place}; the weights are broken")
     if (
         any(span["version"] != version for span in meta["weight_versions"])
         or meta["weight_version"] != version

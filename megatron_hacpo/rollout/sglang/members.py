@@ -3,20 +3,24 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
-from megatron_hacpo.rollout.sglang.client import ServerClient
+from megatron_hacpo.rollout.sglang.client import ServerClient, ServerGone
 from megatron_hacpo.rollout.sglang.server import ManagedServer
 
 State = Literal["starting", "stale", "serving", "lost"]
 """starting: not answering yet. stale: healthy, with other weights than the policy's. serving: may generate.
 lost: dead, and not to be started again."""
 
+Memory = Literal["weights", "kv_cache"]
+MEMORY: tuple[Memory, ...] = get_args(Memory)
+"""What a server can give back; a started one has both."""
+
 
 @dataclass(eq=False)
 class Member:
     """One server's place. server: None for one that somebody else started. start: makes a new process.
-    incarnation: counts the processes that had this place."""
+    incarnation: counts the processes that had this place. holds: which of a GPU's memory it has."""
 
     number: int
     client: ServerClient
@@ -26,6 +30,7 @@ class Member:
     restarts_left: int = 0
     state: State = "starting"
     incarnation: int = 0
+    holds: set[Memory] = field(default_factory=lambda: set(MEMORY))
     why_lost: str = field(default="")
 
     @property
@@ -78,6 +83,7 @@ class Members:
             member.server = member.start()
             member.client = member.server.client
             member.incarnation += 1
+            member.holds = set(MEMORY)
             self._restart = asyncio.ensure_future(self._until_ready(member))
         self._notify()
 
@@ -87,6 +93,21 @@ class Members:
         await asyncio.gather(*(m.server.ready(self._start_seconds) for m in starting if m.server is not None))
         for member in self.of("starting"):
             member.state = "stale"
+
+    async def hold(self, tag: Memory, held: bool) -> None:
+        """Have every server that lives take or give back memory, where it does not do so already: SGLang dies
+        of taking what it has. One that does not answer is failed."""
+        path = "/resume_memory_occupation" if held else "/release_memory_occupation"
+        asked = [m for m in self.of("stale", "serving") if (tag in m.holds) != held]
+        posts = (m.client.post(path, {"tags": [tag]}) for m in asked)
+        answers = await asyncio.gather(*posts, return_exceptions=True)
+        for member, answer in zip(asked, answers, strict=True):
+            if isinstance(answer, ServerGone):
+                await self.fail(member, str(answer))
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                member.holds ^= {tag}
 
     async def close(self) -> None:
         """End the run's own servers, which hold nothing that is worth waiting for."""

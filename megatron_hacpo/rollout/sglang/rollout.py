@@ -7,19 +7,21 @@ from megatron_hacpo.rollout.sglang.generation import Generation
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members
 from megatron_hacpo.rollout.sglang.sync import Ranks, SyncFailed, WeightSync
+from megatron_hacpo.rollout.sglang.turns import Turns
 
 _DONE, _SYNC = b"done", b"sync"
 
 
 class SGLangRollout:
-    """Implements `rollout.base.Rollout`. The leader holds the servers; the others follow its orders, which are
-    one broadcast each: a server that came back amid a batch needs weights, and all ranks to send them.
+    """Implements `rollout.base.Rollout`. The leader holds the servers; the others follow its orders, one
+    broadcast each: a server that came back amid a batch needs weights, and all ranks to send them.
     """
 
     def __init__(
         self,
         ranks: Ranks,
         sync: WeightSync,
+        turns: Turns | None,
         members: Members | None,
         loop: LoopThread | None,
         *,
@@ -27,9 +29,11 @@ class SGLangRollout:
         max_concurrent: int,
         hang_seconds: float,
     ) -> None:
-        """members, loop: on the leader alone; the loop is where the servers' clients live."""
+        """turns: of servers and trainer on the same GPUs, None where they are apart. members, loop: on the
+        leader alone; the loop is where the servers' clients live."""
         self._ranks = ranks
         self._sync = sync
+        self._turns = turns
         self._members = members
         self._loop = loop
         self._stop_ids = frozenset(stop_ids)
@@ -63,6 +67,11 @@ class SGLangRollout:
         self._version = version
         self._give_weights(self._members.of("stale", "serving") if self._members is not None else [])
 
+    def release(self) -> None:
+        """Colocated servers give their memory back until the next sync."""
+        if self._turns is not None:
+            self._turns.train()
+
     def close(self) -> None:
         self._sync.close()
         if self._members is not None and self._loop is not None:
@@ -71,6 +80,8 @@ class SGLangRollout:
 
     def _give_weights(self, to: Sequence[Member]) -> None:
         """All of these servers that live have the current weights afterwards. A collective."""
+        if self._turns is not None:
+            self._turns.send()
         left = list(to)
         while self._order(bool(left)):
             for member in left:
@@ -84,6 +95,8 @@ class SGLangRollout:
                 for member in left:
                     member.state = "serving"
                 left = []
+        if self._turns is not None:
+            self._turns.generate()
 
     def _order(self, going_on: bool) -> bool:
         """Whether the leader has servers to give weights to."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_hacpo.hf.read import is_checkpoint
 from megatron_hacpo.process.child import Child
 from megatron_hacpo.rollout.sglang.client import ServerClient
 from megatron_hacpo.rollout.sglang.ports import Ports
@@ -39,6 +40,7 @@ class ServerSpec:
     first_gpu: int | None
     seed: int
     key: str
+    colocated: bool = False
     arguments: Sequence[str] = ()
 
     def command(self, ports: Ports) -> list[str]:
@@ -51,6 +53,7 @@ class ServerSpec:
             "--port": ports.first,
             "--nccl-port": ports.first + 1,
             "--dtype": self.dtype,
+            "--load-format": "dummy" if is_checkpoint(self.model) else None,  # its weights come from us
             "--tp-size": self.tensor,
             "--context-length": self.context,
             "--max-running-requests": self.max_concurrent,
@@ -63,6 +66,7 @@ class ServerSpec:
         }
         given = [str(part) for key, value in values.items() if value is not None for part in (key, value)]
         flags = ["--skip-tokenizer-init", "--skip-server-warmup"]
+        flags += ["--enable-memory-saver"] if self.colocated else []
         return [self.python, *program, *given, *flags, *self.arguments]
 
     def environment(self) -> dict[str, str]:

@@ -13,7 +13,7 @@ from megatron_hacpo.config import AgentConfig
 from megatron_hacpo.hf.families import tensor_shapes
 from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError
 from megatron_hacpo.rollout.sglang.loop import LoopThread
-from megatron_hacpo.rollout.sglang.members import Member, Members
+from megatron_hacpo.rollout.sglang.members import Member, Members, Memory
 from megatron_hacpo.rollout.sglang.rollout import SGLangRollout
 from megatron_hacpo.rollout.sglang.server import ManagedServer, ServerSpec, new_key
 from megatron_hacpo.rollout.sglang.sync import ExpectedWeights, Ranks, WeightSync
@@ -23,6 +23,7 @@ from megatron_hacpo.rollout.sglang.transports import (
     TensorTransport,
     Transport,
 )
+from megatron_hacpo.rollout.sglang.turns import Trainer, Turns
 
 GPU_VARIABLE = "HACPO_SERVER_GPU"
 """The first of this machine's GPUs that the agent's servers may take, one after the other."""
@@ -43,11 +44,13 @@ def open_rollout(
     run_dir: Path,
     seed: int,
     warn: Callable[[str], None],
+    trainer: Trainer,
 ) -> SGLangRollout:
     """Start or find the servers of agent `name`; a collective of its ranks.
 
     weights: this pipeline stage's (Hugging Face name, full tensor). run_dir: gets the servers' logs and, with
-    the transport `disk`, weights. warn: told in one line of servers that are lost or come back.
+    the transport `disk`, weights. warn: told in one line of servers that are lost or come back. trainer: of
+    whose memory colocated servers have the use.
     Raises ValueError for servers that are not what the configuration says, RuntimeError for one that does not
     start.
     """
@@ -75,9 +78,11 @@ def open_rollout(
             else None
         ),
     )
+    turns = _turns(trainer, ranks, members, loop) if settings.placement.colocated else None
     return SGLangRollout(
         ranks,
         sync,
+        turns,
         members,
         loop,
         stop_ids=stop_ids,
@@ -86,11 +91,19 @@ def open_rollout(
     )
 
 
+def _turns(trainer: Trainer, ranks: Ranks, members: Members | None, loop: LoopThread | None) -> Turns:
+    def hold(tag: Memory, held: bool) -> None:
+        if members is not None and loop is not None:
+            loop.run(members.hold(tag, held))
+
+    return Turns(trainer, barrier=ranks.barrier, hold=hold)
+
+
 def _transport(
     name: str, settings: AgentConfig, run_dir: Path, ranks: Ranks, device: torch.device, loop: LoopThread
 ) -> Transport:
     sglang = settings.rollout.sglang
-    if sglang.transport == "tensor":
+    if sglang.transport == "tensor" or (sglang.transport == "auto" and settings.placement.colocated):
         return TensorTransport(loop)
     if sglang.transport == "disk":
         folder = Path(sglang.weights_dir) / name if sglang.weights_dir else run_dir / "weights" / name
@@ -126,6 +139,7 @@ def _members(
             first_gpu=None if first_gpu is None else first_gpu + number * sglang.tensor,
             seed=seed + number,
             key=key,
+            colocated=settings.placement.colocated,
             arguments=tuple(sglang.arguments),
         )
         members.append(_managed(name, number, spec, run_dir, sglang.restarts))

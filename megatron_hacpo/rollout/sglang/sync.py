@@ -30,6 +30,8 @@ class Ranks(Protocol):
     @property
     def sends(self) -> bool: ...
 
+    def barrier(self) -> None: ...
+
     def first_of_stage(self, stage: int) -> int:
         """The rank that sends for a stage."""
         ...
@@ -69,7 +71,7 @@ class WeightSync:
         checking_transport: Callable[[LoopThread], DiskTransport] | None = None,
     ) -> None:
         """weights: this stage's (Hugging Face name, full tensor), a collective of the stage. transport: made
-        once. checking_transport: for a second copy to compare with after each sync; None: nothing is compared.
+        once. checking_transport: for a second copy to compare with after each sync; None compares nothing.
         """
         self._ranks = ranks
         self._weights = weights
