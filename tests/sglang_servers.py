@@ -69,7 +69,7 @@ def policy_log_probs(policy: Policy, sequence: TokenSequence) -> torch.Tensor:
     return policy.log_probs([sequence], policy.plan([sequence])).tokens[0]
 
 
-def change_weights(policy: Policy, scale: float = 0.02) -> None:
+def change_weights(policy: Policy, scale: float = 0.005) -> None:
     """Other weights everywhere, as an update would leave them."""
     with torch.no_grad():
         for parameter in policy.parameters():
