@@ -28,7 +28,7 @@ from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.reward import Verifier, score
-from megatron_hacpo.rollout.base import Rollout, Sampling
+from megatron_hacpo.rollout.base import Response, Rollout, RolloutLost, Sampling
 
 _SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
@@ -83,12 +83,20 @@ class Agent:
             seed=_seed(self.config.run.seed, self.index, step),
         )
         prompt_ids = [self.tokenizer.render_prompt(p.messages) for p in prompts]
-        responses = self.rollout.generate(prompt_ids, sampling)
+        responses = self._responses(prompt_ids, sampling)
         if responses is None:
             return None
         return Sampled(
             [pack_ids(ids) for ids in prompt_ids], [own_response(r, self.tokenizer) for r in responses]
         )
+
+    def _responses(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+        """`Rollout.generate`; what has been trained is saved before the run ends without an engine."""
+        try:
+            return self.rollout.generate(prompt_ids, sampling)
+        except RolloutLost as error:
+            self.export()
+            raise RuntimeError(f"agent {self.name}: {error}\nits weights are in {self.folder}/hf") from error
 
     def score(self, prompts: Sequence[Prompt], sampled: Sampled | None) -> Sampled:
         """The leader's responses with their rewards, on every rank."""
@@ -214,7 +222,7 @@ class Agent:
         if not prompts:
             return
         result = evaluate(
-            self.rollout.generate,
+            self._responses,
             prompts,
             agent=self.settings,
             tokenizer=self.tokenizer,

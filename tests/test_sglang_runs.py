@@ -3,6 +3,7 @@
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,8 +17,10 @@ from test_end_to_end import launch, rows, start
 
 from megatron_hacpo.megatron.convert import hf_to_megatron
 from megatron_hacpo.megatron.runtime import Layout
+from megatron_hacpo.rollout.sglang import ports as ports_module
 from megatron_hacpo.rollout.sglang.client import ServerClient
 from megatron_hacpo.rollout.sglang.loop import LoopThread
+from megatron_hacpo.rollout.sglang.ports import FIRST, LAST, Ports
 from megatron_hacpo.rollout.sglang.server import ManagedServer
 
 pytestmark = pytest.mark.sglang
@@ -164,15 +167,44 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> 
     assert "no-such-option" in done.stderr
 
 
-def test_a_taken_port_is_left_alone(tmp_path: Path) -> None:
-    """Ports of other programs and of other agents are not given out."""
-    from megatron_hacpo.rollout.sglang.ports import FIRST, LAST, Ports
+def test_without_any_server_left_the_run_ends_with_its_weights_saved(tmp_path: Path) -> None:
+    settings = [*MANAGED, "agents.A=null", "run.steps=1000", "rollout.sglang.restarts=0"]
+    metrics = tmp_path / "lost" / "B" / "metrics.jsonl"
 
+    def strike() -> None:
+        while not metrics.is_file() or not metrics.read_text():
+            time.sleep(0.2)
+        for process in psutil.process_iter(["cmdline"]):
+            if f"{tmp_path}/lost/logs/B.server0.key.yaml" in " ".join(process.info["cmdline"] or []):
+                process.kill()
+
+    striker = threading.Thread(target=strike, daemon=True)
+    striker.start()
+    done = start(tmp_path, "lost", *settings)
+    assert done.returncode == 1
+    assert "all SGLang servers are lost:" in done.stderr
+    assert f"its weights are in {tmp_path}/lost/B/hf" in done.stderr
+    assert (tmp_path / "lost/B/hf/model.safetensors").is_file()
+
+
+def test_a_port_is_given_out_once() -> None:
     held = [Ports("127.0.0.1", 2) for _ in range(50)]
     assert len({ports.first for ports in held}) == 50
     assert all(FIRST <= ports.first < LAST for ports in held)
     for ports in held:
         ports.release()
+
+
+def test_a_port_of_another_program_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ports_module, "LAST", FIRST + 4)  # two places to choose from
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", FIRST + 1))
+        other.listen()
+        only = Ports("127.0.0.1", 2)
+        assert only.first == FIRST + 2
+        with pytest.raises(RuntimeError, match="no 2 free ports between"):
+            Ports("127.0.0.1", 2)
+        only.release()
 
 
 def test_client_names_the_server_that_does_not_answer() -> None:

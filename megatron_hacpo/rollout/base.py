@@ -66,11 +66,18 @@ class Engine(Protocol):
         ...
 
 
+class RolloutLost(RuntimeError):  # noqa: N818 - reads as what happened
+    """Nothing is left that could generate."""
+
+
 class Rollout(Protocol):
     """How an agent's ranks generate, whatever does it. Every method is a collective of the agent's world."""
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
-        """The leader's prompts are answered as `Engine.generate` does; None on the other ranks."""
+        """The leader's prompts are answered as `Engine.generate` does; None on the other ranks.
+
+        Raises RolloutLost, on every rank alike.
+        """
         ...
 
     def sync_weights(self, version: int) -> None:

@@ -4,9 +4,9 @@ PYTHON is the interpreter of SGLang's own environment (tools/sglang_cpu_requirem
 package is imported here. The arguments are those of `python -m sglang.launch_server`.
 
 SGLang has a CPU engine, but its modules name GPU packages when they are imported: triton, whose kernels they
-define with decorators, and sgl_kernel. Neither has a wheel for CPUs, so empty modules stand in for both; the
-CPU engine calls nothing of them. SGLang starts its processes by importing this file again, which puts the
-modules in place there too. With a GPU, start SGLang itself instead.
+define with decorators, and sgl_kernel. Empty modules stand in for both, and the CPU engine calls nothing of
+them. SGLang starts its processes by importing this file again, which puts the modules in place there too. With
+a GPU, start SGLang itself instead.
 """
 
 import importlib
@@ -27,7 +27,7 @@ _ABSENT_PACKAGES = ("triton", "sgl_kernel")
 class _AbsentModule(ModuleType):
     """Has every name: a capitalised one is an empty class, any other a module that is also a decorator."""
 
-    __version__ = "3.0.0"  # compared with a minimum
+    __version__ = "3.0.0"  # torch reads triton's
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python itself looks up
@@ -71,6 +71,7 @@ def _define_torchvision_operators() -> None:
 
 
 os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"  # torch.compile looks into triton and needs a C++ compiler
 sys.meta_path.insert(0, _AbsentFinder())
 _define_torchvision_operators()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hacpo.rollout.base import FinishReason, Response, Sampling
+from megatron_hacpo.rollout.base import FinishReason, Response, RolloutLost, Sampling
 from megatron_hacpo.rollout.sglang.client import ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.members import Member, Members
 
@@ -61,8 +61,8 @@ class Generation:
     async def advance(self) -> list[Response] | None:
         """All responses, prompt-major; or None as soon as a server has come back that needs the weights.
 
-        What was asked of the other servers goes on meanwhile; call again. Raises RuntimeError when all
-        servers are lost or a server gives no usable answer.
+        What was asked of the other servers goes on meanwhile; call again. Raises RolloutLost when all servers
+        are lost, RuntimeError when one gives no usable answer.
         """
         members = self._members
         try:
@@ -78,7 +78,7 @@ class Generation:
                 if members.of("stale"):
                     return None
                 if not members.of("serving", "starting"):
-                    raise RuntimeError(f"all SGLang servers are lost:\n{members.describe_losses()}")
+                    raise RolloutLost(f"all SGLang servers are lost:\n{members.describe_losses()}")
                 self._fill()
                 await members.changed.wait()
         except BaseException:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
-from megatron_hacpo.rollout.base import Response, Sampling
+from megatron_hacpo.rollout.base import Response, RolloutLost, Sampling
 from megatron_hacpo.rollout.sglang.generation import Generation
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members
@@ -42,10 +42,13 @@ class SGLangRollout:
         self._version = 0
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
-        """Raises RuntimeError when all servers are lost, or one answers what cannot be used."""
+        """Raises RolloutLost, on every rank, when all servers are lost; RuntimeError, on the leader, when one
+        answers what cannot be used."""
         if self._members is None or self._loop is None:
-            while self._ranks.broadcast(None) == _SYNC:
+            while (order := self._ranks.broadcast(None)) == _SYNC:
                 self._give_weights([])
+            if order != _DONE:
+                raise RolloutLost(order.decode())
             return None
         batch = Generation(
             self._members,
@@ -56,9 +59,13 @@ class SGLangRollout:
             max_concurrent=self._max_concurrent,
             hang_seconds=self._hang_seconds,
         )
-        while (responses := self._loop.run(batch.advance())) is None:
-            self._ranks.broadcast(_SYNC)
-            self._give_weights(self._members.of("stale"))
+        try:
+            while (responses := self._loop.run(batch.advance())) is None:
+                self._ranks.broadcast(_SYNC)
+                self._give_weights(self._members.of("stale"))
+        except RolloutLost as error:
+            self._ranks.broadcast(str(error).encode())
+            raise
         self._ranks.broadcast(_DONE)
         return responses
 
