@@ -116,7 +116,7 @@ def balanced_update(folder: Path, world: runtime.World) -> tuple[float, float | 
     micro-batches, on which L depends.
     """
     agent = TOKENIZER_OF["experts"]
-    settings = [f"agents.{agent}.model={folder / 'experts'}", f"agents.{agent}.router_aux_loss_coef=0.1"]
+    settings = [f"agents.{agent}.model={folder / 'experts'}", f"agents.{agent}.router_aux_loss_coef=10.0"]
     policy = make_policy(pair_config(*settings), agent, world, microbatch_tokens=16 // world.layout.context)
     ids = np.random.default_rng(1).integers(2, 15, (8, 16)).astype(np.int32)
     sequences = [TokenSequence(row[:6], row[6:]) for row in ids]

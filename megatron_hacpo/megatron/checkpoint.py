@@ -51,7 +51,8 @@ def _bare_errors() -> Iterator[None]:
     how Megatron calls it."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+            for kind in (FutureWarning, UserWarning):
+                warnings.simplefilter("ignore", kind)
             yield
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
@@ -191,7 +192,7 @@ def read_checkpoint(
         try:
             with _bare_errors():
                 dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
-        except (EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        except Exception as error:  # a damaged tensor may raise any
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
                 f"{folder}: {bucket[0][0]} or a tensor after it cannot be read ({reason}); fetch it again"

@@ -1,4 +1,4 @@
-"""Megatron-core on machines without CUDA: the one place where Megatron itself is told of the difference.
+"""Megatron-core on machines without CUDA, and in two versions: the one place that changes Megatron itself.
 
 Megatron-core names CUDA literally (`device="cuda"`, `torch.cuda.current_device()`, `tensor.type() ==
 "torch.cuda.FloatTensor"`). On a machine without a GPU, `install` gives every `megatron.core` module a `torch`
@@ -9,6 +9,7 @@ The replaced names are private to Megatron, so only the versions that the tests 
 """
 
 import importlib
+import logging
 import sys
 import types
 import warnings
@@ -19,7 +20,7 @@ from typing import Any
 
 import torch
 
-TESTED_VERSIONS = ("0.16.1",)
+TESTED_VERSIONS = ("0.16.1", "0.19.2")
 
 _CPU = torch.device("cpu")
 _USED_MODULES = (
@@ -34,6 +35,12 @@ _USED_MODULES = (
     "transformer.module",
     "transformer.moe.moe_utils",
     "transformer.moe.token_dispatcher",
+)
+
+_DEPRECATING_MODULES = (  # they log no other warnings
+    "dist_checkpointing.strategies.common",
+    "distributed.distributed_data_parallel",
+    "models.gpt.gpt_model",
 )
 
 
@@ -52,11 +59,11 @@ def install() -> None:
             )
         # Nothing that a user of a CPU could act on: Apex and TransformerEngine are for GPUs.
         warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.core\.")
+        _replace_triton_kernels()
     with _without_compile() if on_cpu else nullcontext():
         for name in _USED_MODULES:
             importlib.import_module(f"megatron.core.{name}")
-    # Without TransformerEngine 0.16.1's router asks for a name that it has not imported.
-    sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__.setdefault("te_general_gemm", None)
+    _make_versions_alike()
     if on_cpu:
         _patch_tensor()
         _patch_rng()
@@ -65,6 +72,25 @@ def install() -> None:
         for name, module in list(sys.modules.items()):
             if name.startswith("megatron.core") and module.__dict__.get("torch") is torch:
                 module.__dict__["torch"] = proxy
+
+
+def _replace_triton_kernels() -> None:
+    """0.19 imports kernels written in Triton, which torch for CPUs lacks. Nothing here runs them."""
+    name = "megatron.core.transformer.moe.ops.paged_stash"
+    kernels = ("GLOBAL_BLOCK_SIZE", "paged_stash_copy_kernel", "paged_stash_pop_kernel")
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__dict__.update(dict.fromkeys(kernels))
+
+
+def _make_versions_alike() -> None:
+    """Add the names that a version lacks, and silence what 0.19 deprecates: no user could act on it."""
+    # Without TransformerEngine 0.16.1's router asks for a name that it has not imported.
+    sys.modules["megatron.core.transformer.moe.moe_utils"].__dict__.setdefault("te_general_gemm", None)
+    optimizer = sys.modules["megatron.core.optimizer.optimizer"].MegatronOptimizer
+    if not hasattr(optimizer, "get_grads_for_grad_norm"):  # as 0.19 calls it
+        optimizer.get_grads_for_grad_norm = optimizer.get_main_grads_for_grad_norm
+    for name in _DEPRECATING_MODULES:
+        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
 
 
 @contextmanager
