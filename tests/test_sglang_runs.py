@@ -67,7 +67,7 @@ def server_of_a(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedSer
     """Somebody's server: it serves agent A's model. Proxies of the environment must not be asked."""
     loop = LoopThread()
     log = tmp_path_factory.mktemp("external") / "server.log"
-    server = started(spec_of(pair_config().agents["A"], context=256), log, loop)
+    server = started(spec_of(pair_config().agents["A"]), log, loop)
     yield server
     server.kill()
 
@@ -128,9 +128,9 @@ def test_too_short_a_context_is_one_line(
     server_of_a: ManagedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HACPO_SGLANG_KEY", KEY)
-    short = "rollout.max_response_tokens=230"
+    short = "rollout.max_response_tokens=100"
     line = error_line(tmp_path, *external(server_of_a.client.url), short, "batch.microbatch_tokens=512")
-    assert "has a context of 256 tokens, sequences need" in line
+    assert "has a context of 128 tokens, sequences need 140" in line
 
 
 @contextmanager
