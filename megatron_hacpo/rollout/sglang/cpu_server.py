@@ -5,8 +5,8 @@ package is imported here. The arguments are those of `python -m sglang.launch_se
 
 SGLang has a CPU engine, but its modules name GPU packages when they are imported: triton, whose kernels they
 define with decorators, and sgl_kernel. Empty modules stand in for both, and the CPU engine calls nothing of
-them. SGLang starts its processes by importing this file again, which puts the modules in place there too. With
-a GPU, start SGLang itself instead.
+them. SGLang starts its processes by importing this file again, which puts the modules in place there too.
+With a GPU, start SGLang itself instead.
 """
 
 import importlib

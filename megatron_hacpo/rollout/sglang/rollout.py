@@ -50,6 +50,9 @@ class SGLangRollout:
             if order != _DONE:
                 raise RolloutLost(order.decode())
             return None
+        for number, prompt in enumerate(prompts):
+            if len(prompt) == 0:  # a server dies of it
+                raise ValueError(f"prompt {number}: no tokens; give it some text")
         batch = Generation(
             self._members,
             prompts,
