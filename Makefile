@@ -51,6 +51,7 @@ $(NEWEST)/.installed:
 	touch $@
 
 test-real: $(INSTALLED) $(SGLANG) $(NEWEST)/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt reasoning-gym
 	MEGATRON_NEWEST=$(NEWEST) $(BIN)/pytest -m "(real or sglang) and not slow" --durations=15
 
 clean:

@@ -3,9 +3,9 @@
     python benchmarks/gpu_sglang.py --sglang-python PYTHON [--steps 3]
 
 Needs CUDA, and SGLang in the environment of PYTHON. Launches agent B of the tiny pair alone, in bfloat16,
-with a colocated server for each transport and kind of offloading, and, with two GPUs, with a server apart over
-NCCL. Prints a row per run: the largest and the mean |engine - trainer| log-prob over all steps, which must
-stay below 0.05 in the mean, and seconds per sync. Exit code 1 if a run failed or was above.
+with a colocated server for each transport and kind of offloading, and, with two GPUs, with a server apart
+over NCCL. Prints a row per run: the largest and the mean |engine - trainer| log-prob over all steps, which
+must stay below 0.05 in the mean, and seconds per sync. Exit code 1 if a run failed or was above.
 """
 
 import argparse

@@ -160,6 +160,6 @@ def test_all_servers_lost_is_one_error_with_their_logs(served: Served) -> None:
     for member in served.members.all:
         member.restarts_left = 0
     with pytest.raises(
-        RuntimeError, match=r"all SGLang servers are lost:\nserver 0 .*\nthe end of .*A.server0"
+        RuntimeError, match=r"(?s)the end of .*A\.server0.*server 0 .*all SGLang servers are lost$"
     ):
         served.generate_while(signal.SIGKILL, [0, 1])

@@ -162,7 +162,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> 
     done = start(tmp_path, "wrong", *MANAGED, wrong, "agents.B=null")
     assert done.returncode == 1
     assert re.search(
-        r"SGLang server http://127.0.0.1:\d+ ended while it was starting; the end of ", done.stderr
+        r"SGLang server http://127.0.0.1:\d+ ended while it was starting; its log is ", done.stderr
     )
     assert "no-such-option" in done.stderr
 
@@ -182,8 +182,8 @@ def test_without_any_server_left_the_run_ends_with_its_weights_saved(tmp_path: P
     striker.start()
     done = start(tmp_path, "lost", *settings)
     assert done.returncode == 1
-    assert "all SGLang servers are lost:" in done.stderr
-    assert f"its weights are in {tmp_path}/lost/B/hf" in done.stderr
+    saved = f"all SGLang servers are lost; the weights of agent B are in {tmp_path}/lost/B/hf"
+    assert saved in done.stderr
     assert (tmp_path / "lost/B/hf/model.safetensors").is_file()
 
 

@@ -38,7 +38,7 @@ _IGNORED = ("rotary_emb.inv_freq",)
 _OPEN_FILES = 1
 """More would speed up nothing, and the pages of a mapped file count as this process's memory."""
 
-CHECKPOINT_FILES = (".metadata", "metadata.json", "common.pt")
+CHECKPOINT_FILES = (".metadata", "metadata.json")
 """What a Megatron distributed checkpoint has beside its `.distcp` files."""
 
 

@@ -12,16 +12,21 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor, load_tensors_metadata
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensorFactory,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
@@ -41,7 +46,7 @@ from megatron_hacpo.hf.write import by_bytes
 BUCKET_BYTES = 2**28
 """How much of a checkpoint is read at once."""
 
-_METADATA, _CONFIG, _COMMON = CHECKPOINT_FILES
+_METADATA, _CONFIG = CHECKPOINT_FILES
 _FORMAT = ("torch_dist", 1)
 
 
@@ -63,12 +68,19 @@ def load_checkpoint(models: Sequence[GPTModel], folder: Path) -> None:
     """Fill this rank's parameters from a checkpoint of any layout. A collective of the world."""
     check_files(folder)
     for model in models:
-        # A part of the model does not use all of the checkpoint, which Megatron would object to.
-        with _bare_errors():
-            loaded = dist_checkpointing.load(_entries(model), str(folder), validate_access_integrity=False)
+        loaded = _load_tensors(_entries(model), folder)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(loaded[name])
+
+
+def _load_tensors(entries: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
+    """`dist_checkpointing.load` without what the checkpoint keeps beside its tensors, which 0.16 wants in
+    common.pt and 0.19 unpickles from wherever it is."""
+    sharded, _, factories = load_preprocess(entries)
+    with _bare_errors():
+        loaded = TorchDistLoadShardedStrategy().load(sharded, folder)
+    return apply_factory_merges(loaded, factories)
 
 
 def _entries(model: GPTModel) -> dict[str, Any]:
@@ -108,7 +120,7 @@ def write_checkpoint(model: GPTModel, value: Callable[[str], torch.Tensor], fold
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     with _bare_errors():
         dcp.save({}, storage_writer=writer, planner=planner)
-    torch.save({}, folder / _COMMON)
+    torch.save({}, folder / "common.pt")  # not for us: Megatron before 0.19 has no checkpoint without it
     save_config(CheckpointingConfig(*_FORMAT), str(folder))
 
 
@@ -190,8 +202,7 @@ def read_checkpoint(
             for number, piece in enumerate(pieces[name])
         }
         try:
-            with _bare_errors():
-                dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False)
+            _load_tensors(wanted, folder)
         except Exception as error:  # a damaged tensor may raise any
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ValueError(
@@ -256,7 +267,7 @@ class _Unpickler(pickle.Unpickler):
 def check_files(folder: Path) -> None:
     """ValueError if loading the checkpoint would run code of its author's, or a file of it is not whole.
 
-    Two of the files are pickles, which Megatron loads without looking.
+    The metadata is a pickle, which Megatron loads without looking.
     """
     try:
         config = read_json(folder / _CONFIG)
@@ -267,8 +278,7 @@ def check_files(folder: Path) -> None:
         raise ValueError(
             f"{folder}: {_CONFIG}: the format is {found[0]!r} {found[1]!r}; save it again as torch_dist 1"
         )
-    _load(folder / _COMMON, partial(torch.load, map_location="cpu", weights_only=True))
-    stored = getattr(_load(folder / _METADATA, lambda file: _Unpickler(file).load()), "storage_data", None)
+    stored = getattr(_load_metadata(folder), "storage_data", None)
     if not isinstance(stored, dict):
         raise ValueError(f"{folder}: {_METADATA} is damaged; fetch it again")
     for index, place in stored.items():
@@ -281,14 +291,13 @@ def check_files(folder: Path) -> None:
             )
 
 
-def _load(path: Path, load: Callable[[IO[bytes]], Any]) -> Any:
-    """A pickle of data alone."""
-    with path.open("rb") as file:
+def _load_metadata(folder: Path) -> Any:
+    with (folder / _METADATA).open("rb") as file:
         try:
-            return load(file)
+            return _Unpickler(file).load()
         except Exception as error:  # a damaged one may raise any
             code = re.search(r"GLOBAL (\S+)", str(error))
             wrong = (
                 f"holds more than data ({code[1]}); do not load it" if code else "is damaged; fetch it again"
             )
-            raise ValueError(f"{path.parent}: {path.name} {wrong}") from None
+            raise ValueError(f"{folder}: {_METADATA} {wrong}") from None

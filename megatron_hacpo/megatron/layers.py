@@ -23,6 +23,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 HAVE_TE = torch.cuda.is_available() and find_spec("transformer_engine") is not None
 
 
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """In bfloat16 alone: for float32 TransformerEngine has no fused attention over packed sequences, and its
+    matrix products are rounded to TF32."""
+    return HAVE_TE and dtype is torch.bfloat16
+
+
 @dataclass
 class PackedSequences(PackedSeqParams):
     """Megatron's packed-sequence parameters, and where each token lies in the padded [n, longest] grid.
@@ -105,9 +111,14 @@ class PackedAttention(torch.nn.Module):
 
 
 def layer_spec(
-    config: TransformerConfig, *, transformer_engine: bool = HAVE_TE, vp_stage: int | None = None
+    config: TransformerConfig, *, transformer_engine: bool | None = None, vp_stage: int | None = None
 ) -> Any:
-    """The decoder's layers (and final norm) for `GPTModel(transformer_layer_spec=...)`."""
+    """The decoder's layers (and final norm) for `GPTModel(transformer_layer_spec=...)`.
+
+    transformer_engine: whether its modules are used; None: as `uses_transformer_engine` says.
+    """
+    if transformer_engine is None:
+        transformer_engine = uses_transformer_engine(config.params_dtype)
     kind = {
         "num_experts": config.num_moe_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,

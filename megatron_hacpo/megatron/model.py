@@ -20,7 +20,7 @@ from megatron_hacpo.hf.families import (
     key_value_heads,
     rope_parameters,
 )
-from megatron_hacpo.megatron.layers import HAVE_TE, layer_spec
+from megatron_hacpo.megatron.layers import layer_spec, uses_transformer_engine
 from megatron_hacpo.megatron.runtime import Layout
 
 
@@ -88,14 +88,14 @@ def transformer_config(
         moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, experts or not
         calculate_per_token_loss=True,
         use_cpu_initialization=not torch.cuda.is_available(),
-        apply_rope_fusion=HAVE_TE,
+        apply_rope_fusion=uses_transformer_engine(dtype),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         persist_layer_norm=False,
         **_RECOMPUTE[recompute],
-        **(_expert_settings(config, router_aux_loss_coef) if family.has_experts else {}),
+        **(_expert_settings(config, router_aux_loss_coef, dtype) if family.has_experts else {}),
     )
 
 
@@ -106,7 +106,7 @@ _RECOMPUTE: dict[Recompute, dict[str, Any]] = {
 }
 
 
-def _expert_settings(config: Any, router_aux_loss_coef: float) -> dict[str, Any]:
+def _expert_settings(config: Any, router_aux_loss_coef: float, dtype: torch.dtype) -> dict[str, Any]:
     """Routing as transformers does it: softmax in float32 over all experts, the best, and their sum made 1
     where the model asks for it, which is the softmax over the best alone."""
     return {
@@ -117,7 +117,9 @@ def _expert_settings(config: Any, router_aux_loss_coef: float) -> dict[str, Any]
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if router_aux_loss_coef else "none",
         "moe_aux_loss_coeff": router_aux_loss_coef,
-        "moe_grouped_gemm": HAVE_TE,
+        "moe_grouped_gemm": uses_transformer_engine(dtype),
+        # The other way back from the experts adds in an order that changes on GPUs, and with it own ratios.
+        "moe_permute_fusion": uses_transformer_engine(dtype),
     }
 
 
@@ -179,7 +181,7 @@ def build_without_weights(config: Any, *, dtype: torch.dtype, layout: Layout) ->
     megatron_config = transformer_config(config, layout=Layout(), dtype=dtype)
     megatron_config.use_cpu_initialization = True  # else Megatron asks for a GPU
     megatron_config.perform_initialization = False  # there is nothing to initialize
-    megatron_config.moe_grouped_gemm = False
+    megatron_config.moe_grouped_gemm = megatron_config.moe_permute_fusion = False
     with torch.device("meta"):
         return _gpt_model(
             config, megatron_config, vocab_size=padded_vocab_size(config, layout), transformer_engine=False
@@ -194,7 +196,7 @@ def _gpt_model(
     pre_process: bool = True,
     post_process: bool = True,
     vp_stage: int | None = None,
-    transformer_engine: bool = HAVE_TE,
+    transformer_engine: bool | None = None,
 ) -> HiddenStatesModel:
     return HiddenStatesModel(
         megatron_config,

@@ -78,7 +78,7 @@ class Generation:
                 if members.of("stale"):
                     return None
                 if not members.of("serving", "starting"):
-                    raise RolloutLost(f"all SGLang servers are lost:\n{members.describe_losses()}")
+                    raise RolloutLost(f"{members.describe_losses()}\nall SGLang servers are lost")
                 self._fill()
                 await members.changed.wait()
         except BaseException:

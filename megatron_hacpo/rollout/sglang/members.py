@@ -55,13 +55,9 @@ class Members:
         return [member for member in self.all if member.state in states]
 
     def describe_losses(self) -> str:
-        """Why each is gone, a line each, with the end of its log."""
-        lines = []
-        for member in self.all:
-            lines.append(f"{member.name}: {member.why_lost}")
-            if member.server is not None:
-                lines.append(member.server.last_lines())
-        return "\n".join(lines)
+        """Why each is gone, a line each, below the ends of their logs."""
+        logs = [member.server.last_lines() for member in self.all if member.server is not None]
+        return "\n".join([*logs, *(f"{member.name}: {member.why_lost}" for member in self.all)])
 
     async def fail(self, member: Member, why: str) -> None:
         """`member` is dead or hangs: end its process and, within its budget, have another one started.
@@ -122,7 +118,7 @@ class Members:
             await member.server.ready(self._start_seconds)
         except RuntimeError as error:
             member.state = "stale"  # or `fail` would take it for one that is being started already
-            await self.fail(member, str(error).splitlines()[0])
+            await self.fail(member, str(error).splitlines()[-1])
             return
         member.state = "stale"
         self._notify()

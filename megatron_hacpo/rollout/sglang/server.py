@@ -17,7 +17,9 @@ CPU_SERVER = Path(__file__).with_name("cpu_server.py")
 CPU_CACHE_TOKENS = 65_536
 """Without a limit the CPU engine fills all memory with its cache."""
 
-LOG_LINES = 20
+LOG_LINES = 8
+"""Of a server's log that are shown; the launcher shows the last 20 of the trainer's."""
+
 PORT_ATTEMPTS = 3
 POLL_SECONDS = 0.5
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
@@ -129,12 +131,13 @@ class ManagedServer:
             self._secret.unlink(missing_ok=True)
 
     def last_lines(self) -> str:
-        """The end of its log, indented, with the log's path."""
+        """The end of its log, indented, with the log's path above. It goes above what is said about it, since
+        a reader sees the end of the trainer's own log first."""
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
         return f"the end of {self._log}:\n" + "\n".join(f"  | {line}" for line in lines)
 
     def _failure(self, what: str) -> str:
-        return f"SGLang server {self.client.url} {what}; {self.last_lines()}"
+        return f"{self.last_lines()}\nSGLang server {self.client.url} {what}; its log is {self._log}"
 
 
 def new_key() -> str:

@@ -63,9 +63,13 @@ def open_rollout(
             start_seconds=60.0 * sglang.start_minutes,
             warn=warn,
         )
-        loop.run(members.start_all())
-        for member in members.all:
-            loop.run(_check(member, settings))
+        try:
+            loop.run(members.start_all())
+            for member in members.all:
+                loop.run(_check(member, settings))
+        except BaseException:
+            loop.run(members.close())
+            raise
     sync = WeightSync(
         ranks,
         weights,
