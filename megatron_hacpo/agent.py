@@ -27,7 +27,7 @@ from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
-from megatron_hacpo.reward import Verifier, score
+from megatron_hacpo.reward.pool import RewardPool
 from megatron_hacpo.rollout.base import Response, Rollout, RolloutLost, Sampling
 
 _SAMPLED = msgspec.msgpack.Decoder(Sampled)
@@ -35,7 +35,7 @@ _SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
 @dataclass
 class Agent:
-    """One process of one agent. `writer` lives on the leader alone.
+    """One process of one agent. `verifier` and `writer` live on the leader alone.
 
     index: the agent's place among the run's agents. sources: the agents whose responses it trains on, itself
     included; learner: its place among those.
@@ -48,7 +48,7 @@ class Agent:
     world: runtime.World
     tokenizer: AgentTokenizer
     source: PromptSource
-    verifier: Verifier
+    verifier: RewardPool | None
     policy: Policy
     exchange: Exchange
     rollout: Rollout
@@ -96,15 +96,20 @@ class Agent:
             return self.rollout.generate(prompt_ids, sampling)
         except RolloutLost as error:
             self.export()
-            raise RuntimeError(f"agent {self.name}: {error}\nits weights are in {self.folder}/hf") from error
+            raise RuntimeError(
+                f"{error}; the weights of agent {self.name} are in {self.folder}/hf"
+            ) from error
 
     def score(self, prompts: Sequence[Prompt], sampled: Sampled | None) -> Sampled:
         """The leader's responses with their rewards, on every rank."""
         payload = None
         if sampled is not None:
+            assert self.verifier is not None
             texts = [r.text for r in sampled.responses]
             reasons = [r.finish_reason for r in sampled.responses]
-            result = score(prompts, texts, reasons, self.verifier, reward_range=self.config.reward.range)
+            result = self.verifier.score(prompts, texts, reasons)
+            if complaint := result.complaint():
+                print(f"warning: agent {self.name}: {complaint}", file=sys.stderr, flush=True)
             rewards = [None if np.isnan(reward) else float(reward) for reward in result.rewards]
             scored = [
                 msgspec.structs.replace(r, reward=reward)
@@ -227,7 +232,7 @@ class Agent:
             agent=self.settings,
             tokenizer=self.tokenizer,
             verifier=self.verifier,
-            reward_range=self.config.reward.range,
+            lowest=self.config.reward.range[0],
         )
         if self.writer is not None:
             self.writer.evaluation({"step": step, **result})

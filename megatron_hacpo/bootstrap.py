@@ -15,12 +15,11 @@ from megatron_hacpo.agent import Agent
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.config import RunConfig, dump
-from megatron_hacpo.inputs import load_tokenizers, open_prompts
+from megatron_hacpo.inputs import load_tokenizers, open_pool, open_prompts
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
-from megatron_hacpo.reward import get_verifier
 from megatron_hacpo.rollout.base import Rollout
 from megatron_hacpo.rollout.embedded import EmbeddedRollout
 from megatron_hacpo.rollout.local import LocalEngine
@@ -83,7 +82,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         world=world,
         tokenizer=tokenizers[name],
         source=open_prompts(config, tokenizers),
-        verifier=get_verifier(config.reward.verifier),
+        verifier=open_pool(config) if world.is_leader else None,
         policy=policy,
         exchange=Exchange(
             store=store,
@@ -105,6 +104,8 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
     finally:
         rollout.close()  # also after an error: servers would outlive this process for a while
     agent.exchange.close()
+    if agent.verifier is not None:
+        agent.verifier.close()
     if writer is not None:
         writer.close()
     world.close()

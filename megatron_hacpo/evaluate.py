@@ -15,8 +15,8 @@ from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.hf.read import is_checkpoint
-from megatron_hacpo.inputs import load_tokenizers, open_prompts
-from megatron_hacpo.reward import Verifier, get_verifier, score
+from megatron_hacpo.inputs import load_tokenizers, open_pool, open_prompts
+from megatron_hacpo.reward.pool import RewardPool
 from megatron_hacpo.rollout.base import Response, Sampling
 from megatron_hacpo.rollout.local import LocalEngine
 
@@ -30,13 +30,13 @@ def evaluate(
     *,
     agent: AgentConfig,
     tokenizer: AgentTokenizer,
-    verifier: Verifier,
-    reward_range: tuple[float, float],
+    verifier: RewardPool | None,
+    lowest: float,
 ) -> dict[str, float]:
     """Mean reward of one response per prompt: `sampled` (the rollout's settings) and `greedy`.
 
     `sampled/GROUP` and `greedy/GROUP` break it down where prompts have groups. A response without a valid
-    reward counts as the lowest one. Empty where `generate` hands nothing back (`Rollout.generate`).
+    reward counts as the `lowest` one. Empty, and without a verifier, where `generate` hands nothing back.
     """
     sampled = Sampling(
         responses_per_prompt=1,
@@ -54,8 +54,8 @@ def evaluate(
             continue
         texts = [tokenizer.decode_response(r.token_ids)[0] for r in responses]
         reasons = [r.finish_reason for r in responses]
-        scored = score(prompts, texts, reasons, verifier, reward_range=reward_range)
-        rewards = np.nan_to_num(scored.rewards, nan=reward_range[0])
+        assert verifier is not None
+        rewards = np.nan_to_num(verifier.score(prompts, texts, reasons).rewards, nan=lowest)
         result[name] = float(rewards.mean())
         by_group = defaultdict(list)
         for prompt, reward in zip(prompts, rewards.tolist(), strict=True):
@@ -76,6 +76,7 @@ def main(config: RunConfig, names: Sequence[str]) -> None:
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = {}
+    verifier = open_pool(config)
     for name in names:
         agent, tokenizer = config.agents[name], tokenizers[name]
         dtype = getattr(torch, agent.dtype)
@@ -86,9 +87,10 @@ def main(config: RunConfig, names: Sequence[str]) -> None:
             prompts,
             agent=agent,
             tokenizer=tokenizer,
-            verifier=get_verifier(config.reward.verifier),
-            reward_range=config.reward.range,
+            verifier=verifier,
+            lowest=config.reward.range[0],
         )
+    verifier.close()
     table = Table(title=f"{len(prompts)} held-out prompts", title_justify="left")
     table.add_column("accuracy", style="bold")
     for name in names:

@@ -7,6 +7,7 @@ from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.source import PromptSource, open_source
+from megatron_hacpo.reward.pool import RewardPool
 
 
 def load_tokenizers(config: RunConfig) -> dict[str, AgentTokenizer]:
@@ -58,4 +59,18 @@ def _tokenizer(agent: AgentConfig) -> AgentTokenizer:
         chat_template=template,
         plain_template=agent.plain_template,
         stop_token=agent.stop_token,
+    )
+
+
+def open_pool(config: RunConfig) -> RewardPool:
+    """The run's verifier in worker processes of this one."""
+    reward = config.reward
+    return RewardPool(
+        reward.verifier,
+        reward_range=reward.range,
+        workers=reward.workers,
+        deadline=reward.deadline_seconds,
+        memory_mb=reward.memory_mb,
+        on_failure=reward.on_failure,
+        truncated=reward.truncated,
     )

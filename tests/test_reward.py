@@ -1,74 +1,187 @@
-"""Verifiers and what `score` makes of everything they can return."""
+"""Verifiers by name, and what becomes of everything that they can return."""
 
 import math
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_hacpo.data.prompts import Prompt
-from megatron_hacpo.reward import Verifier, get_verifier, score
+from megatron_hacpo.reward import BadGroundTruth, Verifier, get_verifier, score
+from megatron_hacpo.reward.base import Outcome, check_one
+from megatron_hacpo.reward.length import of_truncated, soft_length_penalty
 
 PROMPTS = [Prompt(f"p{i}", ({"role": "user", "content": "?"},), answer=str(i)) for i in range(2)]
 UNIT = (0.0, 1.0)
 
 
-def test_exact_match_scores_prompt_major() -> None:
-    texts = ["0", "1", "1", " 1"]
-    result = score(PROMPTS, texts, ["stop"] * 4, get_verifier("exact"), reward_range=UNIT)
+def outcome(value: object) -> Outcome:
+    """Of a verifier that returns `value`."""
+    return check_one(Verifier("fixed", lambda text, answer: value), "", "", UNIT)
+
+
+@pytest.mark.parametrize(
+    "value", [0.5, np.float32(0.5), np.float64(0.5), Decimal("0.5"), Fraction(1, 2), np.array(0.5)]
+)
+def test_every_kind_of_number_is_a_reward(value: object) -> None:
+    assert outcome(value) == Outcome(0.5)
+
+
+@pytest.mark.parametrize("value", [True, 1, np.True_, np.int64(1)])
+def test_so_is_bool(value: object) -> None:
+    assert outcome(value) == Outcome(1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("1", "wrong_type"),
+        ([1.0], "wrong_type"),
+        ((0.5, 0.5), "wrong_type"),
+        (np.ones(2), "wrong_type"),
+        (1j, "wrong_type"),
+        (object(), "wrong_type"),
+        (math.nan, "not_a_number"),
+        (np.nan, "not_a_number"),
+        (math.inf, "out_of_range"),
+        (1.5, "out_of_range"),
+        (-0.1, "out_of_range"),
+    ],
+)
+def test_what_is_no_reward_is_a_failure(value: object, reason: str) -> None:
+    got = outcome(value)
+    assert (got.reward, got.failure) == (None, reason)
+    assert got.detail.startswith("returned ")
+    assert len(got.detail) < 300
+
+
+def test_none_is_no_reward_and_no_failure() -> None:
+    assert outcome(None) == Outcome(None)
+
+
+def test_exceptions_are_failures_but_for_the_last_memory() -> None:
+    def check(text: str, answer: str) -> float:
+        raise {"bad": BadGroundTruth, "exit": SystemExit, "memory": MemoryError}.get(text, ValueError)(answer)
+
+    verifier = Verifier("raising", check)
+    assert check_one(verifier, "bad", "why", UNIT) == Outcome(None, "ground_truth", "why")
+    assert check_one(verifier, "exit", "why", UNIT) == Outcome(None, "exception", "SystemExit('why')")
+    assert check_one(verifier, "", "why", UNIT) == Outcome(None, "exception", "ValueError('why')")
+    with pytest.raises(MemoryError):
+        check_one(verifier, "memory", "", UNIT)
+
+
+def test_scoring_in_this_process() -> None:
+    texts, reasons = ["0", "1", "1", " 1"], ["stop", "length", "stop", "stop"]
+    result = score(PROMPTS, texts, reasons, get_verifier("exact"), reward_range=UNIT)
     assert result.rewards.dtype == np.float64
     assert result.rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
-    assert (result.valid, result.invalid) == (4, 0)
-
-
-def test_a_truncated_response_scores_zero() -> None:
-    result = score(PROMPTS, ["0", "1"], ["stop", "length"], get_verifier("exact"), reward_range=UNIT)
-    assert result.rewards.tolist() == [1.0, 0.0]
-
-
-def test_a_verifier_that_does_not_need_the_stop_sees_truncated_text() -> None:
-    verifier = Verifier("contains", lambda text, answer: answer in text)
-    result = score(PROMPTS, ["a0", "b0"], ["length", "stop"], verifier, reward_range=UNIT)
-    assert result.rewards.tolist() == [1.0, 0.0]
-
-
-def test_none_and_nan_are_counted_as_invalid() -> None:
-    returns = {"none": None, "nan": math.nan, "numpy": np.float32(0.5), "bool": True}
-    verifier = Verifier("table", lambda text, answer: returns[text])
-    result = score(PROMPTS, list(returns), ["stop"] * 4, verifier, reward_range=UNIT)
-    assert np.isnan(result.rewards[:2]).all()
-    assert result.rewards[2:].tolist() == [0.5, 1.0]
-    assert (result.valid, result.invalid) == (2, 2)
-
-
-def test_no_responses() -> None:
-    result = score([], [], [], get_verifier("exact"), reward_range=UNIT)
-    assert result.rewards.shape == (0,)
-    assert (result.valid, result.invalid) == (0, 0)
-
-
-@pytest.mark.parametrize("value", [1.5, -0.1, math.inf, "1", [1.0], Decimal("0.5"), 1j])
-def test_a_value_outside_the_contract_names_prompt_and_value(value: object) -> None:
-    verifier = Verifier("odd", lambda text, answer: value if text == "bad" else 0.0)
-    with pytest.raises(ValueError, match="verifier odd on prompt p1: returned") as caught:
-        score(PROMPTS, ["fine", "bad"], ["stop"] * 2, verifier, reward_range=UNIT)
-    assert repr(value).strip("'") in str(caught.value)
-
-
-def test_a_wider_range_accepts_its_ends() -> None:
-    verifier = Verifier("wide", lambda text, answer: float(text))
-    result = score(PROMPTS, ["-1", "2"], ["stop"] * 2, verifier, reward_range=(-1.0, 2.0))
-    assert result.rewards.tolist() == [-1.0, 2.0]
-
-
-def test_an_exception_names_the_prompt() -> None:
-    verifier = Verifier("number", lambda text, answer: float(text == answer) / float(text))
+    result = score(
+        PROMPTS, ["a", "b"], ["length"] * 2, Verifier("none", lambda text, answer: None), reward_range=UNIT
+    )
+    assert (result.valid, result.invalid, result.failures) == (0, 2, ())
+    assert score([], [], [], get_verifier("exact"), reward_range=UNIT).rewards.shape == (0,)
     with pytest.raises(
-        ValueError, match=r"reward.verifier: number failed on prompt p1 \(ZeroDivisionError"
-    ) as caught:
-        score(PROMPTS, ["1", "0"], ["stop"] * 2, verifier, reward_range=UNIT)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        ValueError, match=r"reward.verifier: two on prompt p1: out_of_range: returned 2.0, outside"
+    ):
+        score(
+            PROMPTS,
+            ["a", "b"],
+            ["stop"] * 2,
+            Verifier("two", lambda text, answer: 2 * int(answer)),
+            reward_range=UNIT,
+        )
+
+
+@pytest.mark.parametrize(
+    ("policy", "needs_stop", "expected"),
+    [
+        ("keep", False, None),
+        ("keep", True, Outcome(-1.0)),
+        ("zero", False, Outcome(-1.0)),
+        ("zero", True, Outcome(-1.0)),
+        ("mask", False, Outcome(None)),
+        ("mask", True, Outcome(None)),
+    ],
+)
+def test_truncated_responses(policy: str, needs_stop: bool, expected: Outcome | None) -> None:
+    assert of_truncated(policy, needs_stop=needs_stop, lowest=-1.0) == expected
+
+
+def test_the_soft_length_penalty_begins_before_the_limit_and_ends_at_it() -> None:
+    lengths = np.array([0, 800, 850, 900, 1000, 5000], dtype=np.int32)
+    penalty = soft_length_penalty(lengths, limit=1000, buffer=200, penalty=0.5)
+    assert penalty.dtype == np.float64
+    assert penalty.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5], abs=1e-12)
+    assert not np.signbit(penalty[:2]).any()
+    assert soft_length_penalty(np.array([1, 2]), limit=2, buffer=2).tolist() == [-0.5, -1.0]
+    assert soft_length_penalty(np.array([], dtype=np.int32), limit=2, buffer=1).shape == (0,)
+
+
+CHOICES = [
+    (r"\boxed{B}", 1.0),
+    (r"\boxed{b}", 1.0),
+    (r"\boxed{(B)}", 1.0),
+    (r"\boxed{\text{B}}", 1.0),
+    (r"$\boxed{\textbf{(B)}\ 7}$", 1.0),
+    (r"\boxed{B. seven}", 1.0),
+    (r"\boxed{B: 7}", 1.0),
+    (r"\boxed{B)}", 1.0),
+    ("\\boxed{\uff22}", 1.0),
+    (r"A? No. \boxed{A}, or \boxed{B}", 1.0),
+    ("The answer is B.", 1.0),
+    ("Answer: (B)", 1.0),
+    ("**Answer:** **B**", 1.0),
+    ("the answer is A, no: the correct choice is B", 1.0),
+    (r"\boxed{A}", 0.0),
+    (r"\boxed{AB}", 0.0),
+    (r"\boxed{Be}", 0.0),
+    (r"\boxed{A, B}", 0.0),
+    (r"\boxed{}", 0.0),
+    (r"the answer is B \boxed{A}", 0.0),
+    (r"the answer is B \boxed{7}", 0.0),
+    ("the answer is A", 0.0),
+    ("the answer is Because", 0.0),
+    ("the answer is b", 0.0),
+    ("B", 0.0),
+    ("", 0.0),
+]
+
+
+@pytest.mark.parametrize(("response", "reward"), CHOICES)
+def test_multiple_choice(response: str, reward: float) -> None:
+    check = get_verifier("choice").check
+    assert check(response, "B") == reward
+    assert check(response, "(b)") == reward
+
+
+@pytest.mark.parametrize("truth", ["", "AB", "7", "B and C"])
+def test_a_choice_needs_a_letter(truth: str) -> None:
+    with pytest.raises(BadGroundTruth, match="not a letter"):
+        get_verifier("choice").check("B", truth)
+
+
+def test_normalised_match() -> None:
+    check = get_verifier("match").check
+    for response in (
+        "Paris",
+        " paris. ",
+        "PARIS!",
+        '"Paris"',
+        r"So \boxed{paris}.",
+        "\uff30aris",
+        "**Paris**",
+    ):
+        assert check(response, "Paris") == 1.0, response
+    for response in ("", "Par is", "It is Paris", r"Paris \boxed{London}", r"Paris \boxed{}"):
+        assert check(response, "Paris") == 0.0, response
+    assert check("new\n york", "New York") == 1.0
+    assert check("5", "-5") == 0.0
+    for truth in ("", " ", "..."):
+        with pytest.raises(BadGroundTruth, match="nothing is left"):
+            check("a", truth)
 
 
 def test_custom_verifiers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +199,7 @@ def test_custom_verifiers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not verifier.needs_stop
     assert get_verifier("my_checks:STRICT").needs_stop
     for name, message in {
-        "exactly": "'exactly' is unknown; use one of \\['exact'\\]",
+        "exactly": "'exactly' is unknown; use one of \\['boxed', 'choice', 'exact', 'match', 'math',",
         ":f": "unknown",
         "my_checks:": "unknown",
         "my_checks:shorter": "no function 'shorter'",
@@ -102,3 +215,28 @@ def test_custom_verifiers_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "my_exit.py").write_text("raise SystemExit(5)\n")
     with pytest.raises(ValueError, match=r"reward.verifier: importing my_exit failed \(SystemExit"):
         get_verifier("my_exit:f")
+
+
+def test_weights_are_numbers_of_verifiers_that_exist() -> None:
+    both = get_verifier({"boxed": 0.75, "exact": 0.25})
+    assert both.name == "0.75 boxed + 0.25 exact"
+    assert both.needs_stop
+    assert check_one(both, r"\boxed{5}", "5", UNIT) == Outcome(0.75)
+    assert check_one(both, "5", "5", UNIT) == Outcome(0.25)
+    for spec, message in (
+        ({}, "names no verifier"),
+        ({"exact": 0.0}, r"exact: 0.0: not a weight"),
+        ({"exact": math.nan}, r"exact: nan: not a weight"),
+        ({"exact": 1.0, "maths": 1.0}, "'maths' is unknown"),
+    ):
+        with pytest.raises(ValueError, match=f"reward.verifier.*{message}"):
+            get_verifier(spec)
+
+
+def test_a_verifier_whose_package_is_missing_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, package in (("math", "math_verify"), ("reasoning_gym", "reasoning_gym")):
+        with pytest.raises(
+            ValueError, match=rf"{name}: needs the package {package}; install megatron-hacpo\[rew"
+        ):
+            get_verifier(name)

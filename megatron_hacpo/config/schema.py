@@ -270,12 +270,24 @@ class DataConfig(Section):
 
 
 class RewardConfig(Section):
-    """How a response is scored. Without a valid score it is left out of every mean and earns no advantage."""
+    """How a response is scored, by worker processes of each agent's leader. Without a valid score it is left
+    out of every mean and earns no advantage."""
 
-    verifier: str = "exact"
-    """`exact`, or a function of your own as `package.module:function`."""
+    verifier: str | dict[str, float] = "exact"
+    """One of docs/rewards.md, a function of your own as `package.module:function`, or the weights of several
+    as `{NAME: WEIGHT}`."""
     range: Annotated[tuple[float, float], Field(strict=False)] = (0.0, 1.0)
     """Smallest and largest score that the verifier gives."""
+    workers: Count = 2
+    """Responses that are scored at the same time."""
+    deadline_seconds: Positive = 10.0
+    """Of one response; what takes longer is a failure of the verifier."""
+    memory_mb: Annotated[int, Field(ge=128)] = 512
+    """Of one worker; what takes more is a failure of the verifier."""
+    on_failure: Literal["mask", "zero"] = "mask"
+    """What a response gets that the verifier failed on: no valid score, or the smallest one."""
+    truncated: Literal["keep", "zero", "mask"] = "keep"
+    """What a response gets that was cut at its token limit: the verifier's score, the smallest, or none."""
 
     @field_validator("range")
     @classmethod

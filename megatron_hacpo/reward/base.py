@@ -1,18 +1,36 @@
-"""Scoring responses with a verifier.
+"""What a verifier is, and what becomes of everything that it can return.
 
 A verification function takes `(text, answer)`: the response's text without its final stop token, and the
-prompt's ground truth. It returns a number (bool counts) inside the run's declared reward range, or None or
-NaN when it can give no valid reward. It must depend on its two arguments alone.
+prompt's ground truth. It returns a number (bool counts) inside the run's declared reward range, or None when
+it can give no valid reward; it may be a coroutine function. It must depend on its two arguments alone.
+
+Whatever else it does is a failure of the verifier, which is not a wrong answer: failures are counted apart,
+by reason, and a setting says whether such a response has no valid reward or the lowest one.
 """
 
+import asyncio
+import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from numbers import Real
+from typing import Any, Literal, SupportsFloat
 
+import msgspec
 import numpy as np
 
 from megatron_hacpo.data.prompts import Prompt
+
+Check = Callable[[str, str], Any]
+
+Reason = Literal[
+    "timeout", "memory", "crash", "exception", "ground_truth", "wrong_type", "not_a_number", "out_of_range"
+]
+"""Why a verifier failed. `crash`: its process died; `ground_truth`: it cannot read the prompt's answer."""
+
+
+class BadGroundTruth(ValueError):  # noqa: N818 - reads as what it is
+    """A verifier cannot compare anything with this ground truth."""
 
 
 @dataclass(frozen=True)
@@ -20,20 +38,124 @@ class Verifier:
     """A verification function and the name it was asked for by.
 
     needs_stop: a response that was cut at the token limit gets the lowest reward; `check` does not see it.
+    warm_up: (text, answer) pairs that are checked once when a pool starts, to load what is loaded late.
     """
 
     name: str
-    check: Callable[[str, str], float | None]
+    check: Check
     needs_stop: bool = False
+    warm_up: tuple[tuple[str, str], ...] = ()
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One response's verdict: a reward, or None with the reason; without a reason the verifier gave none.
+
+    detail: for people, what went wrong.
+    """
+
+    reward: float | None
+    failure: Reason | None = None
+    detail: str = ""
+
+
+def check_one(verifier: Verifier, text: str, answer: object, reward_range: tuple[float, float]) -> Outcome:
+    """The outcome of one response, whatever the verifier does short of hanging or ending the process.
+
+    A number as ground truth becomes its shortest decimal text, as in JSONL files; None, lists and all else
+    are failures. Raises MemoryError, after which the process is not to be trusted.
+    """
+    try:
+        value = verifier.check(text, _ground_truth(answer))
+        if inspect.isawaitable(value):
+            value = asyncio.run(_wait_for(value))
+        return _judge(value, reward_range)
+    except MemoryError:
+        raise
+    except BadGroundTruth as error:
+        return Outcome(None, "ground_truth", str(error))
+    except (Exception, SystemExit) as error:
+        return Outcome(None, "exception", _short(error))
+
+
+async def _wait_for(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _ground_truth(answer: object) -> str:
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, bool) or not isinstance(answer, int | float):
+        raise BadGroundTruth(f"a ground truth is text or a number, not {_short(answer)}")
+    return str(answer)
+
+
+def _judge(value: object, reward_range: tuple[float, float]) -> Outcome:
+    if value is None:
+        return Outcome(None)
+    try:
+        reward = float(value) if isinstance(value, SupportsFloat) else None
+    except (TypeError, ValueError):  # an array of several numbers
+        reward = None
+    if reward is None:
+        return Outcome(None, "wrong_type", f"returned {_short(value)}, not a number")
+    if math.isnan(reward):
+        return Outcome(None, "not_a_number", "returned NaN")
+    lowest, highest = reward_range
+    if not lowest <= reward <= highest:
+        return Outcome(None, "out_of_range", f"returned {reward}, outside reward.range [{lowest}, {highest}]")
+    return Outcome(reward)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A response that the verifier failed on: its place in the batch, its prompt, and why."""
+
+    index: int
+    prompt: str
+    reason: Reason
+    detail: str
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """rewards: float64 [responses], NaN where there is no valid reward; `valid` + `invalid` = responses."""
+    """A batch's rewards, in the order of its responses.
+
+    rewards: float64 [responses], NaN where there is no valid reward. failures: in order; their responses have
+    no valid reward or the lowest one, as the pool was told.
+    """
 
     rewards: np.ndarray
-    valid: int
-    invalid: int
+    failures: tuple[Failure, ...] = ()
+
+    @property
+    def invalid(self) -> int:
+        """Responses without a valid reward."""
+        return int(np.isnan(self.rewards).sum())
+
+    @property
+    def valid(self) -> int:
+        """Responses with one."""
+        return len(self.rewards) - self.invalid
+
+    def failed(self) -> dict[Reason, int]:
+        """Failures by reason; reasons that did not occur are left out."""
+        return dict(Counter(failure.reason for failure in self.failures))
+
+    def complaint(self) -> str | None:
+        """One line about the failures, with the first of each reason; None without any."""
+        if not self.failures:
+            return None
+        first = {failure.reason: failure for failure in reversed(self.failures)}
+        parts = "; ".join(
+            f"{count} {reason} (first: prompt {first[reason].prompt}, {first[reason].detail})"
+            for reason, count in sorted(self.failed().items())
+        )
+        return f"the verifier failed on {len(self.failures)} of {len(self.rewards)} responses: {parts}"
 
 
 def score(
@@ -44,43 +166,26 @@ def score(
     *,
     reward_range: tuple[float, float],
 ) -> RewardResult:
-    """Rewards of `texts`, prompt-major: the same number of responses for every prompt, prompt 0's first.
+    """Rewards of `texts` in this process, prompt-major: as many texts for each prompt, prompt 0's first.
 
-    finish_reasons: "stop" or "length", one a text. reward_range: (lowest, highest) valid reward.
-    Raises ValueError, naming prompt and value, when the verifier returns neither a number in the range nor
-    None or NaN, or raises.
+    finish_reasons: "stop" or "length", one a text. reward_range: (lowest, highest) valid reward. Nothing
+    bounds the verifier here; `reward.pool` does.
+    Raises ValueError, naming prompt and failure, where the verifier fails.
     """
     assert len(texts) == len(finish_reasons)
     assert len(texts) % len(prompts) == 0 if prompts else not texts
     rewards = np.full(len(texts), np.nan)
     group = len(texts) // max(1, len(prompts))
     for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True)):
-        rewards[index] = _score_one(prompts[index // group], text, reason, verifier, reward_range)
-    invalid = int(np.isnan(rewards).sum())
-    return RewardResult(rewards, valid=len(texts) - invalid, invalid=invalid)
-
-
-def _score_one(
-    prompt: Prompt, text: str, finish_reason: str, verifier: Verifier, reward_range: tuple[float, float]
-) -> float:
-    if verifier.needs_stop and finish_reason != "stop":
-        return reward_range[0]
-    try:
-        value = verifier.check(text, prompt.answer)
-    except Exception as error:
-        raise ValueError(
-            f"reward.verifier: {verifier.name} failed on prompt {prompt.id} ({error!r}); "
-            "fix it, or let it return None"
-        ) from error
-    if value is None:
-        return math.nan
-    if not isinstance(value, Real | np.bool_):
-        raise ValueError(f"verifier {verifier.name} on prompt {prompt.id}: returned {value!r}, not a number")
-    reward = float(value)
-    lowest, highest = reward_range
-    if not math.isnan(reward) and not lowest <= reward <= highest:
-        raise ValueError(
-            f"verifier {verifier.name} on prompt {prompt.id}: returned {reward}, outside the declared "
-            f"reward.range [{lowest}, {highest}]"
-        )
-    return reward
+        prompt = prompts[index // group]
+        if verifier.needs_stop and reason != "stop":
+            rewards[index] = reward_range[0]
+            continue
+        outcome = check_one(verifier, text, prompt.answer, reward_range)
+        if outcome.failure is not None:
+            raise ValueError(
+                f"reward.verifier: {verifier.name} on prompt {prompt.id}: {outcome.failure}: {outcome.detail}"
+            )
+        if outcome.reward is not None:
+            rewards[index] = outcome.reward
+    return RewardResult(rewards)

@@ -1,0 +1,113 @@
+r"""Mathematical answers: the last box of the response against the ground truth, decided by math-verify.
+
+What can be told without algebra is told by `notation.decide`. The rest is left to math-verify: latex2sympy's
+grammar and sympy's algebra find equal expressions, sets, intervals, matrices and equations, and a decimal
+equals what it gives to six places.
+
+A response's text is never evaluated as code. Of math-verify only the LaTeX grammar is used, not its plain
+expressions, which sympy evaluates as Python. An answer with an operator that sympy would have to carry out
+(`_OPERATORS`) is wrong unless `notation.decide` finds it right: for an infinite sum sympy compiles a
+function from what is summed. math-verify's own timeouts are off, as they need SIGALRM and the main thread: a
+comparison may take any time and memory (9^{9^9}), and the process around it bounds both.
+"""
+
+import logging
+import re
+from functools import lru_cache
+from typing import Any
+
+from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
+from sympy import Rational
+
+from megatron_hacpo.reward.answer import last_box, last_number
+from megatron_hacpo.reward.base import BadGroundTruth, Verifier
+from megatron_hacpo.reward.notation import clean, decide, number, words
+
+LONGEST = 1000
+"""Characters of the longest box that is an answer."""
+
+_OPERATORS = re.compile(
+    r"\\(?:sum|prod|i*int|oint|lim|variable|operatorname|d?det|gcd|lcm|xrightarrow)(?![a-z])"
+)
+
+_JUXTAPOSED = re.compile(r"(?<![\w.^])\d(?:[\d.,]*\d)? \d")
+"""Two numbers beside each other, which math-verify adds."""
+
+_GRAMMAR = LatexExtractionConfig(
+    normalization_config=LatexNormalizationConfig(
+        basic_latex=True, malformed_operators=True, units=False, nits=False, boxed="none"
+    )
+)
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off
+
+
+def _boxed(text: str, answer: str) -> float:
+    truth, parsed = _ground_truth(answer)
+    return float(_equal(last_box(text), truth, parsed))
+
+
+def _boxed_or_number(text: str, answer: str) -> float:
+    truth, parsed = _ground_truth(answer)
+    box = last_box(text)
+    return float(_equal(last_number(text) if box is None else box, truth, parsed))
+
+
+def _equal(answer: str | None, truth: str, parsed_truth: Any) -> bool:
+    if answer is None or len(answer) > LONGEST or not (answer := clean(answer)):
+        return False
+    decided = decide(answer, truth)
+    if decided is not None:
+        return decided
+    if parsed_truth is None or _OPERATORS.search(answer):
+        return False
+    parsed = _parse(answer)
+    if parsed is None:
+        return False
+    return bool(verify(parsed_truth, parsed, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+@lru_cache(maxsize=1024)
+def _ground_truth(answer: str) -> tuple[str, Any]:
+    """The ground truth in one notation and as sympy has it, of a text with or without a box.
+
+    Raises BadGroundTruth where nothing could equal it.
+    """
+    box = last_box(answer)
+    text = clean(answer if box is None else box)
+    parsed = _parse(text)
+    if parsed is None and (value := number(text)) is not None:
+        parsed = Rational(value.numerator, value.denominator)
+    if parsed is None and words(text) is None:
+        raise BadGroundTruth(f"math-verify cannot read {answer[:80]!r}")
+    return text, parsed
+
+
+def _parse(text: str) -> Any:
+    """A sympy object, or None for what has no one reading."""
+    if _JUXTAPOSED.search(text):
+        return None
+    found = parse(
+        f"${text}$",
+        [_GRAMMAR],
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=None,
+    )
+    return found[0] if found else None
+
+
+_WARM_UP = (
+    (r"\boxed{\frac{\sqrt{3}}{2} + x}", r"x + \frac{\sqrt{12}}{4}"),
+    (r"\boxed{[1, 2)}", r"(1, 2]"),
+    (r"\boxed{\{1, 3\}}", r"\{1, 2\}"),
+    (r"\boxed{x \le 5}", r"(-\infty, 5]"),
+    (r"\boxed{\sin^2 x}", r"1 - \cos^2 x"),
+)
+"""Load what sympy loads late, and teach the grammar's cache its usual paths."""
+
+MATH = Verifier("math", _boxed, warm_up=_WARM_UP)
+"""1 when the last box equals the ground truth, else 0; no box is no answer."""
+
+MATH_NUMBER = Verifier("math_number", _boxed_or_number, warm_up=_WARM_UP)
+"""As `MATH`; without a box the last number of the response is the answer."""
