@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,30 @@ def test_the_example_is_fine_with_every_method() -> None:
             "float32 models); change one",
         ),
         (
+            "agents.A.rollout={engine: sglang}",
+            "agents.A.rollout.sglang.python: null: which SGLang? name its environment's Python, or give "
+            "addresses",
+        ),
+        (
+            "agents.A.rollout={engine: sglang, sglang: {python: /no/python}}",
+            'agents.A.rollout.sglang.python: "/no/python": no such program; give the interpreter of '
+            "SGLang's environment",
+        ),
+        (
+            "agents.A.rollout={engine: sglang, top_k: 1, sglang: {addresses: ['http://a:1']}}",
+            "agents.A.rollout.top_k: 1: SGLang then gives log-probs at temperature 1; leave it out or use 2 "
+            "or more",
+        ),
+        (
+            "agents.A.placement.offload=all",
+            'agents.A.placement.offload: "all": is for colocated servers; write colocated: true too',
+        ),
+        (
+            "agents.A.placement.colocated=true",
+            "agents.A.placement.colocated: true: is for servers; write rollout.engine: sglang, or leave it "
+            "out",
+        ),
+        (
             "agents.A.router_aux_loss_coef=0.01",
             "agents.A.router_aux_loss_coef: 0.01: examples/tiny/A is a qwen3 model, which has no experts to "
             "balance; leave it out",
@@ -124,6 +149,24 @@ def test_the_example_is_fine_with_every_method() -> None:
 )
 def test_what_does_not_fit_is_one_line(override: str, expected: str) -> None:
     assert problems(override) == [expected]
+
+
+def test_colocated_servers_that_cannot_be() -> None:
+    sglang = "{addresses: ['http://a:1'], transport: distributed, servers: 2}"
+    rollout = f"agents.A.rollout={{engine: sglang, sglang: {sglang}}}"
+    assert problems(rollout, "agents.A.placement.colocated=true") == [
+        'agents.A.rollout.sglang.addresses: ["http://a:1"]: servers of somebody else share no GPU with '
+        "the trainer; leave placement.colocated out",
+        'agents.A.rollout.sglang.transport: "distributed": NCCL allows no two processes on one GPU; use '
+        "tensor or disk for colocated servers",
+        "agents.A.rollout.sglang.servers: 2: with tensor 1 more GPUs than the agent's 1 processes have; "
+        "lower one",
+    ]
+
+
+def test_an_environment_without_sglang_is_told() -> None:
+    (told,) = problems(f"agents.A.rollout={{engine: sglang, sglang: {{python: {sys.executable}}}}}")
+    assert told.endswith("has no SGLang; install sglang there or name another interpreter")
 
 
 def test_missing_folder_names_the_key_and_where_it_was_sought() -> None:

@@ -197,13 +197,23 @@ def test_placement_gives_every_rank_a_device_of_its_own() -> None:
 
 def test_a_rank_is_one_train_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    made = worker(Rank("B", 1, 2, 3), Path("runs/x"), "127.0.0.1:5")
+    made = worker(Rank("B", 1, 2, 3, server_gpu=6), Path("runs/x"), "127.0.0.1:5")
     assert made.command[1:] == ["-m", "megatron_hacpo", "train", "runs/x/config.yaml", "--agent", "B"]
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "HACPO_STORE": "127.0.0.1:5"}
+    environment["HACPO_SERVER_GPU"] = "6"
     assert made.environment.items() >= {**environment, "OMP_NUM_THREADS": "1"}.items()
     assert made.log == Path("runs/x/logs/B.rank1.log")
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    assert worker(Rank("B", 1, 2, 3), Path("runs/x"), "127.0.0.1:5").environment["OMP_NUM_THREADS"] == "4"
+    made = worker(Rank("B", 1, 2, 3, server_gpu=6), Path("runs/x"), "127.0.0.1:5")
+    assert made.environment["OMP_NUM_THREADS"] == "4"
+
+
+def test_devices_go_to_all_ranks_first_and_then_to_servers(tmp_path: Path) -> None:
+    servers = "rollout.sglang={servers: 2, tensor: 2}"
+    apart = placement(run_in(tmp_path, "agents.A.parallel.data=2", servers))
+    assert [(r.agent, r.local_rank, r.server_gpu) for r in apart] == [("A", 0, 3), ("A", 1, 3), ("B", 2, 7)]
+    colocated = placement(run_in(tmp_path, "agents.B.placement.colocated=true", servers))
+    assert [(r.agent, r.local_rank, r.server_gpu) for r in colocated] == [("A", 0, 2), ("B", 1, 1)]
 
 
 def test_the_store_serves_other_processes_on_the_loopback_alone() -> None:

@@ -24,11 +24,15 @@ from megatron_hacpo.rollout.sglang.ports import FIRST, LAST, Ports
 from megatron_hacpo.rollout.sglang.server import ManagedServer
 
 pytestmark = pytest.mark.sglang
-MANAGED = (
-    "rollout.engine=sglang",
-    f"rollout.sglang.python={sglang_python()}",
-    "rollout.sglang.cache_tokens=8192",
-)
+
+
+def managed() -> list[str]:
+    """Settings of a run that starts its servers itself."""
+    return [
+        "rollout.engine=sglang",
+        f"rollout.sglang.python={sglang_python()}",
+        "rollout.sglang.cache_tokens=8192",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +42,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_to_megatron(Path("examples/tiny/B").absolute(), folder / "B", layout=Layout())
     layout = "agents.A.parallel={tensor: 2, pipeline: 2}"
     server = "agents.A.rollout={sglang: {tensor: 2}}"
-    return launch(folder, "servers", *MANAGED, layout, server, f"agents.B.model={folder / 'B'}")
+    return launch(folder, "servers", *managed(), layout, server, f"agents.B.model={folder / 'B'}")
 
 
 @pytest.mark.parametrize("agent", ["A", "B"])
@@ -159,7 +163,7 @@ def test_server_of_another_version_is_one_line(tmp_path: Path) -> None:
 
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> None:
     wrong = "rollout.sglang.arguments=[--no-such-option]"
-    done = start(tmp_path, "wrong", *MANAGED, wrong, "agents.B=null")
+    done = start(tmp_path, "wrong", *managed(), wrong, "agents.B=null")
     assert done.returncode == 1
     assert re.search(
         r"SGLang server http://127.0.0.1:\d+ ended while it was starting; its log is ", done.stderr
@@ -168,7 +172,7 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path: Path) -> 
 
 
 def test_without_any_server_left_the_run_ends_with_its_weights_saved(tmp_path: Path) -> None:
-    settings = [*MANAGED, "agents.A=null", "run.steps=1000", "rollout.sglang.restarts=0"]
+    settings = [*managed(), "agents.A=null", "run.steps=1000", "rollout.sglang.restarts=0"]
     metrics = tmp_path / "lost" / "B" / "metrics.jsonl"
 
     def strike() -> None:
