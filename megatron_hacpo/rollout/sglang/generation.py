@@ -115,6 +115,7 @@ class Generation:
     async def _ask(self, member: Member, index: int) -> None:
         """One request. What comes back is a response, or the request waits again."""
         prompt = self._prompts[index // self._sampling.responses_per_prompt]
+        incarnation = member.incarnation
         rid = f"{self._name}-{index:08d}-{self._attempts[index]:02d}"
         self._attempts[index] += 1
         try:
@@ -124,7 +125,7 @@ class Generation:
             )
         except ServerGone as error:
             self._waiting.appendleft(index)
-            await self._members.fail(member, str(error))
+            await self._members.fail(member, str(error), incarnation)
         except ServerError as error:
             self._waiting.append(index)
             self._refusals[index] += 1
@@ -140,9 +141,8 @@ class Generation:
         incarnation = member.incarnation
         while member.state == "serving" and member.incarnation == incarnation:
             if not await member.client.healthy(self._hang_seconds):
-                if member.incarnation == incarnation:
-                    why = f"no answer to a health check in {self._hang_seconds:g} s"
-                    await self._members.fail(member, why)
+                why = f"no answer to a health check in {self._hang_seconds:g} s"
+                await self._members.fail(member, why, incarnation)
                 return
             await asyncio.sleep(self._hang_seconds / 4)
 

@@ -49,6 +49,7 @@ class Members:
         self._start_seconds = start_seconds
         self._warn = warn
         self.changed = asyncio.Event()
+        self._restarts: set[asyncio.Task[None]] = set()
 
     def of(self, *states: State) -> list[Member]:
         """Those in one of these states."""
@@ -59,12 +60,13 @@ class Members:
         logs = [member.server.last_lines() for member in self.all if member.server is not None]
         return "\n".join([*logs, *(f"{member.name}: {member.why_lost}" for member in self.all)])
 
-    async def fail(self, member: Member, why: str) -> None:
+    async def fail(self, member: Member, why: str, incarnation: int | None = None) -> None:
         """`member` is dead or hangs: end its process and, within its budget, have another one started.
 
         Returns at once; the new process becomes "stale" when it answers. Whoever notices first counts.
+        incarnation: the process that it is said of; None: the present one.
         """
-        if member.state in ("starting", "lost"):
+        if member.state in ("starting", "lost") or incarnation not in (None, member.incarnation):
             return
         member.state, member.why_lost = "starting", why
         if member.server is not None:
@@ -80,7 +82,9 @@ class Members:
             member.client = member.server.client
             member.incarnation += 1
             member.holds = set(MEMORY)
-            self._restart = asyncio.ensure_future(self._until_ready(member))
+            restart = asyncio.ensure_future(self._until_ready(member))
+            self._restarts.add(restart)
+            restart.add_done_callback(self._restarts.discard)
         self._notify()
 
     async def start_all(self) -> None:
@@ -107,6 +111,8 @@ class Members:
 
     async def close(self) -> None:
         """End the run's own servers, which hold nothing that is worth waiting for."""
+        for restart in self._restarts:
+            restart.cancel()
         for member in self.all:
             await member.client.close()
             if member.server is not None:
