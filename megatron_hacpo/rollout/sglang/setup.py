@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -113,7 +114,18 @@ def _transport(
         folder = Path(sglang.weights_dir) / name if sglang.weights_dir else run_dir / "weights" / name
         return DiskTransport(loop, folder, ranks.stage)
     timeout = timedelta(seconds=sglang.hang_seconds)
-    return DistributedTransport(loop, f"{name}-stage{ranks.stage}-{os.getpid()}", device, timeout)
+    group = f"{name}-stage{ranks.stage}-{os.getpid()}"
+    return DistributedTransport(loop, group, device, timeout, _servers_torch(sglang.python))
+
+
+def _servers_torch(python: str | None) -> str:
+    """The version of torch beside an interpreter of this node; servers do not tell theirs."""
+    if python is None or not Path(python).is_file():
+        return "not known"
+    code = "from importlib.metadata import version; print(version('torch'))"
+    return subprocess.run(
+        [python, "-I", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def _members(

@@ -84,9 +84,17 @@ class DistributedTransport:
     """One broadcast per bucket over a process group of the sending rank and all servers' ranks: gloo on CPUs,
     NCCL on GPUs. The group is made anew when the servers change."""
 
-    def __init__(self, loop: LoopThread, name: str, device: torch.device, timeout: timedelta) -> None:
-        """name: unlike that of any other rank that sends to the same servers."""
+    def __init__(
+        self,
+        loop: LoopThread,
+        name: str,
+        device: torch.device,
+        timeout: timedelta,
+        servers_torch: str = "not known",
+    ) -> None:
+        """name: unlike that of any other rank that sends to the same servers. servers_torch: its version."""
         self._loop = loop
+        self._servers_torch = servers_torch
         self._name = name
         self._device = device
         self._timeout = timeout
@@ -179,10 +187,11 @@ class DistributedTransport:
         except RuntimeError as error:
             if isinstance(error, ServerError):
                 raise
+            urls = ", ".join(target.client.url for target in targets)
             raise ServerGone(
-                f"no process group with {', '.join(t.client.url for t in targets)} within "
-                f"{self._timeout.total_seconds():g} s ({error}); if their torch is another one than the "
-                f"trainer's {torch.__version__}, use rollout.sglang.transport: disk"
+                f"no process group with {urls} within {self._timeout.total_seconds():g} s ({error}); "
+                f"the servers' torch is {self._servers_torch}, the trainer's {torch.__version__}: "
+                "if they do not go together, use transport: disk"
             ) from error
         self._joined = members
 
