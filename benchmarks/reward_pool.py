@@ -2,24 +2,27 @@
 
     python benchmarks/reward_pool.py [--rounds 5] [--batches 20]
 
-Overhead: 256 responses of about 2,000 characters, one worker, against the same in this process: math-verify
+Overhead: 256 responses of about 2,000 characters, one worker, against the same in one process: math-verify
 called directly on response and ground truth, and the verifier `math` itself. Throughput: two workers against
-one. All four in turns; medians of the times, and of the ratios within a round. Then batches of 1,024
-responses, 8 of which hang (9^{9^{9}}) and 8 of which take memory without end ((x+1)^{10^6}), in random
-places: their time beyond the deadline against a batch without such responses, and all processes' memory.
+one. All four in turns, every round with responses that none of them has seen; medians of the times, and of
+the ratios within a round. Then batches of 1,024 responses, 8 of which hang (9^{9^{9}}) and 8 of which take
+memory without end ((x+1)^{10^6}), in random places: their time beyond the deadline against a batch without
+such responses, and the memory of all processes.
 """
 
 import argparse
+import os
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing import Pipe
 
 import psutil
 from math_verify import parse, verify
 
 from megatron_hacpo.data.prompts import Prompt
-from megatron_hacpo.reward import get_verifier
+from megatron_hacpo.reward.math import MATH
 from megatron_hacpo.reward.pool import RewardPool
 
 HANGS, EATS = r"9^{9^{9}}", r"(x+1)^{(10^6)}"
@@ -77,10 +80,15 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def in_turns(rounds: int, *works: Callable[[], object]) -> list[list[float]]:
-    """Times of each work, in rounds of all of them; a first round is not counted."""
-    times = [[seconds(work) for work in works] for _ in range(rounds + 1)]
-    return [list(column) for column in zip(*times[1:], strict=True)]
+def in_a_child(work: Callable[[], object]) -> float:
+    """Wall-clock time of a call in a forked process, which forgets what it has learned."""
+    ours, theirs = Pipe()
+    child = os.fork()
+    if child == 0:
+        theirs.send(seconds(work))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return ours.recv()
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> float:
@@ -101,27 +109,33 @@ def memory(pool: RewardPool) -> float:
     return sum(p.memory_full_info().pss for p in (supervisor, *supervisor.children())) / 2**20
 
 
+def indirect(prompts: Sequence[Prompt], texts: Sequence[str]) -> None:
+    """The verifier `math` as it is."""
+    for prompt, text in zip(prompts, texts, strict=True):
+        MATH.check(text, prompt.answer)
+
+
 def measure_overhead(rounds: int) -> None:
     """Print overhead and throughput."""
-    prompts, texts = batch(256, seed=1)
-    stops = ["stop"] * len(texts)
-    check = get_verifier("math").check
-
-    def here() -> None:
-        for prompt, text in zip(prompts, texts, strict=True):
-            check(text, prompt.answer)
-
+    for pair in MATH.warm_up:
+        MATH.check(*pair)
+    times = []
+    stops = ["stop"] * 256
     with RewardPool("math", workers=1) as one, RewardPool("math", workers=2) as two:
-        raw, own, single, double = in_turns(
-            rounds,
-            lambda: direct(prompts, texts),
-            here,
-            lambda: one.score(prompts, texts, stops),
-            lambda: two.score(prompts, texts, stops),
-        )
+        for seed in range(rounds + 1):  # the first round loads what is loaded late
+            prompts, texts = batch(256, seed)
+            times.append(
+                (
+                    in_a_child(lambda p=prompts, t=texts: direct(p, t)),
+                    in_a_child(lambda p=prompts, t=texts: indirect(p, t)),
+                    seconds(lambda p=prompts, t=texts: one.score(p, t, stops)),
+                    seconds(lambda p=prompts, t=texts: two.score(p, t, stops)),
+                )
+            )
+    raw, own, single, double = (list(column) for column in zip(*times[1:], strict=True))
     sides = {"math-verify": raw, "verifier here": own, "1 worker": single, "2 workers": double}
-    for name, times in sides.items():
-        print(f"{name:14} {1e3 * statistics.median(times) / len(texts):6.2f} ms a response")
+    for name, side in sides.items():
+        print(f"{name:13} {1e3 * statistics.median(side) / 256:6.2f} ms a response")
     print(f"1 worker / math-verify: {ratio(single, raw):.2f}; / verifier here: {ratio(single, own):.2f}")
     print(f"throughput of 2 workers: {ratio(single, double):.2f} times that of 1", flush=True)
 
@@ -155,7 +169,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batches", type=int, default=20)
     arguments = parser.parse_args()
-    measure_overhead(arguments.rounds)
+    if arguments.rounds:
+        measure_overhead(arguments.rounds)
     if arguments.batches:
         measure_bad(arguments.batches)
 

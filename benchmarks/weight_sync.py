@@ -136,7 +136,10 @@ def measure(folder: Path, world: runtime.World, options: argparse.Namespace) -> 
         flat[0] = 0
         bare.broadcast(flat, 0).wait()
         receiver.wait()
+        for sync in syncs.values():
+            sync.close()
     finally:
+        loop.run(server.client.close())
         server.kill()
     reference = statistics.median(times["broadcast"][1:])
     print(f"{size / 1e6:.0f} MB, median of {options.repeats}")

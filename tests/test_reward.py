@@ -1,6 +1,7 @@
 """Verifiers by name, and what becomes of everything that they can return."""
 
 import math
+import re
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -8,12 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hacpo.data.prompts import Prompt
-from megatron_hacpo.reward import BadGroundTruth, Verifier, get_verifier, score
+from megatron_hacpo.reward import BadGroundTruth, Verifier, get_verifier
 from megatron_hacpo.reward.base import Outcome, check_one
 from megatron_hacpo.reward.length import of_truncated, soft_length_penalty
 
-PROMPTS = [Prompt(f"p{i}", ({"role": "user", "content": "?"},), answer=str(i)) for i in range(2)]
 UNIT = (0.0, 1.0)
 
 
@@ -71,28 +70,6 @@ def test_exceptions_are_failures_but_for_the_last_memory() -> None:
     assert check_one(verifier, "", "why", UNIT) == Outcome(None, "exception", "ValueError('why')")
     with pytest.raises(MemoryError):
         check_one(verifier, "memory", "", UNIT)
-
-
-def test_scoring_in_this_process() -> None:
-    texts, reasons = ["0", "1", "1", " 1"], ["stop", "length", "stop", "stop"]
-    result = score(PROMPTS, texts, reasons, get_verifier("exact"), reward_range=UNIT)
-    assert result.rewards.dtype == np.float64
-    assert result.rewards.tolist() == [1.0, 0.0, 1.0, 0.0]
-    result = score(
-        PROMPTS, ["a", "b"], ["length"] * 2, Verifier("none", lambda text, answer: None), reward_range=UNIT
-    )
-    assert (result.valid, result.invalid, result.failures) == (0, 2, ())
-    assert score([], [], [], get_verifier("exact"), reward_range=UNIT).rewards.shape == (0,)
-    with pytest.raises(
-        ValueError, match=r"reward.verifier: two on prompt p1: out_of_range: returned 2.0, outside"
-    ):
-        score(
-            PROMPTS,
-            ["a", "b"],
-            ["stop"] * 2,
-            Verifier("two", lambda text, answer: 2 * int(answer)),
-            reward_range=UNIT,
-        )
 
 
 @pytest.mark.parametrize(
@@ -240,3 +217,15 @@ def test_a_verifier_whose_package_is_missing_names_the_extra(monkeypatch: pytest
             ValueError, match=rf"{name}: needs the package {package}; install megatron-hacpo\[rew"
         ):
             get_verifier(name)
+
+
+def test_the_example_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    source = re.search(r"```python\n(# my_rewards.py.*?)```", text, re.DOTALL)
+    assert source is not None
+    (tmp_path / "my_rewards.py").write_text(source[1])
+    monkeypatch.syspath_prepend(tmp_path)
+    verifier = get_verifier({"my_rewards:brevity": 0.5})
+    assert check_one(verifier, "5", "5", UNIT) == Outcome(0.25)
+    assert check_one(verifier, "it is 6", "5", UNIT) == Outcome(0.0)
+    assert check_one(verifier, "5", "", UNIT) == Outcome(None)

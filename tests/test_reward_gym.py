@@ -10,6 +10,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
+from megatron_hacpo.data.jsonl import read_jsonl
 from megatron_hacpo.reward import BadGroundTruth, get_verifier
 from megatron_hacpo.reward.gym import EVALUATES_EXPRESSIONS, EVALUATES_LISTS
 
@@ -70,3 +71,15 @@ def test_other_ground_truths_are_refused(truth: str) -> None:
 def test_an_entry_that_json_spoils_is_refused() -> None:
     with pytest.raises(BadGroundTruth, match=r"the entry's own answer scores 0.05"):
         CHECK("<answer>5</answer>", json.dumps(entry("arc_agi")))
+
+
+def test_the_rows_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[1] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    source = re.search(r"```python\n(import json, reasoning_gym.*?)```", text, re.DOTALL)
+    assert source is not None
+    monkeypatch.chdir(tmp_path)
+    exec(source[1], {})
+    prompts = read_jsonl("train.jsonl")
+    assert len(prompts) == 1000
+    right = json.loads(prompts[0].answer)["answer"]
+    assert CHECK(f"<answer>{right}</answer>", prompts[0].answer) == 1.0

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from megatron_hacpo.data.prompts import Prompt
+from megatron_hacpo.reward.handle import Handle, Job
 from megatron_hacpo.reward.pool import RewardPool
 
 DEADLINE = 2.0
@@ -102,7 +104,7 @@ def test_no_reward_is_no_failure_and_bool_is_a_number(pool: RewardPool) -> None:
 
 def test_those_that_hang_do_not_delay_the_rest_or_each_other(pool: RewardPool) -> None:
     texts = ["give 0.5"] * 300
-    places = range(5, 300, 30)
+    places = range(5, 300, 22)
     for place in places:
         texts[place] = "hang"
     began = time.monotonic()
@@ -191,10 +193,25 @@ def test_those_that_wait_wait_together(pool: RewardPool) -> None:
     assert time.monotonic() - began < 1 * 12 / 2  # two at a time would take this long
 
 
-def test_a_long_one_waits_for_the_others_and_then_has_its_whole_time() -> None:
-    texts = ["work 0.2", "hang", *["work 0.03"] * 120]  # the others take longer than the deadline
-    with RewardPool("reward_verifiers:obey", workers=2, deadline=1.5) as pool:
-        assert score(pool, *texts) == [1.0, "timeout", *[1.0] * 120]
+def test_long_ones_wait_for_the_others_and_then_go_on(pids: RewardPool) -> None:
+    assert score(pids, *["work 0.3"] * 4, *["work 0.02"] * 40) == [1.0] * 44
+
+
+def test_the_clock_stands_still_with_the_worker() -> None:
+    ours, theirs = Pipe()
+    process = subprocess.Popen(["sleep", "100"], process_group=0)
+    worker = Handle(process.pid, ours)
+    worker.give(Job(b"", b"job"))
+    assert theirs.recv_bytes() == b"job"
+    start = time.monotonic() - worker.seconds(time.monotonic())
+    worker.stand_still(start + 1.0)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    assert not worker.wants_to_run()
+    worker.go_on(start + 6.0)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_SLEEPING)
+    assert worker.seconds(start + 7.0) == pytest.approx(2.0, abs=0.01)
+    assert worker.used() < 1.0
+    assert worker.bury() == "killed by SIGKILL"
 
 
 def test_a_busy_machine_decides_no_reward() -> None:
@@ -205,6 +222,41 @@ def test_a_busy_machine_decides_no_reward() -> None:
 def test_more_that_hang_than_there_are_places_are_all_ended() -> None:
     with RewardPool("reward_verifiers:obey", workers=1, deadline=0.5) as pool:
         assert score(pool, *["sleep 100"] * 20) == ["timeout"] * 20
+
+
+@pytest.mark.slow
+def test_twenty_large_batches_with_those_that_hang_and_those_that_eat() -> None:
+    rng = random.Random(1)
+    deadline, good, sizes = 5.0, ["work 0.005"] * 1024, []
+    with RewardPool("reward_verifiers:obey", workers=2, deadline=deadline, memory_mb=128) as pool:
+        for _ in range(20):
+            began = time.monotonic()
+            assert score(pool, *good) == [1.0] * 1024
+            usual = time.monotonic() - began
+            places = rng.sample(range(1024), 16)
+            texts = [
+                "hang" if i in places[:8] else "eat" if i in places[8:] else "work 0.005" for i in range(1024)
+            ]
+            began = time.monotonic()
+            values = score(pool, *texts)
+            assert time.monotonic() - began < deadline + 1.2 * usual
+            expected = {"hang": "timeout", "eat": "memory", "work 0.005": 1.0}
+            assert values == [expected[text] for text in texts]
+            processes = [psutil.Process(pid) for pid in (pool.pid, *children(pool.pid))]
+            assert len(processes) == 3
+            sizes.append(sum(process.memory_full_info().pss for process in processes))
+    assert max(sizes[1:]) < 1.1 * sizes[0]
+
+
+def test_math_that_never_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    boxes = [r"\frac{4}{2}", "9^{9^{9}}", "(x+1)^{(10^6)}", "3"]
+    with RewardPool("math", workers=2, deadline=3.0, memory_mb=192) as pool:
+        result = pool.score([prompt("2")], [rf"So $\boxed{{{box}}}$." for box in boxes], ["stop"] * 4)
+    assert result.rewards[[0, 3]].tolist() == [1.0, 0.0]
+    assert np.isnan(result.rewards[1:3]).all()
+    assert result.failures[0].reason == "timeout"
+    assert result.failures[1].reason in ("memory", "timeout")
+    assert capfd.readouterr() == ("", "")
 
 
 def test_an_idle_worker_that_was_killed_is_replaced(pids: RewardPool) -> None:

@@ -1,6 +1,6 @@
 """Verifiable rewards."""
 
-from megatron_hacpo.reward.base import BadGroundTruth, RewardResult, Verifier, score
+from megatron_hacpo.reward.base import BadGroundTruth, RewardResult, Verifier
 from megatron_hacpo.reward.registry import get_verifier
 
-__all__ = ["BadGroundTruth", "RewardResult", "Verifier", "get_verifier", "score"]
+__all__ = ["BadGroundTruth", "RewardResult", "Verifier", "get_verifier"]

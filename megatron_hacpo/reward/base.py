@@ -12,14 +12,12 @@ import asyncio
 import inspect
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Literal, SupportsFloat
 
 import msgspec
 import numpy as np
-
-from megatron_hacpo.data.prompts import Prompt
 
 Check = Callable[[str, str], Any]
 
@@ -156,36 +154,3 @@ class RewardResult:
             for reason, count in sorted(self.failed().items())
         )
         return f"the verifier failed on {len(self.failures)} of {len(self.rewards)} responses: {parts}"
-
-
-def score(
-    prompts: Sequence[Prompt],
-    texts: Sequence[str],
-    finish_reasons: Sequence[str],
-    verifier: Verifier,
-    *,
-    reward_range: tuple[float, float],
-) -> RewardResult:
-    """Rewards of `texts` in this process, prompt-major: as many texts for each prompt, prompt 0's first.
-
-    finish_reasons: "stop" or "length", one a text. reward_range: (lowest, highest) valid reward. Nothing
-    bounds the verifier here; `reward.pool` does.
-    Raises ValueError, naming prompt and failure, where the verifier fails.
-    """
-    assert len(texts) == len(finish_reasons)
-    assert len(texts) % len(prompts) == 0 if prompts else not texts
-    rewards = np.full(len(texts), np.nan)
-    group = len(texts) // max(1, len(prompts))
-    for index, (text, reason) in enumerate(zip(texts, finish_reasons, strict=True)):
-        prompt = prompts[index // group]
-        if verifier.needs_stop and reason != "stop":
-            rewards[index] = reward_range[0]
-            continue
-        outcome = check_one(verifier, text, prompt.answer, reward_range)
-        if outcome.failure is not None:
-            raise ValueError(
-                f"reward.verifier: {verifier.name} on prompt {prompt.id}: {outcome.failure}: {outcome.detail}"
-            )
-        if outcome.reward is not None:
-            rewards[index] = outcome.reward
-    return RewardResult(rewards)

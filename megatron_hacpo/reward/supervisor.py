@@ -7,7 +7,7 @@ the verifier once and forks workers of itself, which costs milliseconds. It neve
 only waits for processes, so no response can hang it. It ends when the connection FD closes or its parent
 dies, and the workers end with it.
 
-A worker that has used `PATIENCE` seconds of processor time on one response is set aside: another takes its
+A worker that takes far more processor time for a response than others did is set aside: another takes its
 place, and it stands still while responses are waiting. When none is, it goes on until the response's
 deadline, for which the time that it stood still does not count. So those that hang delay neither the others
 nor each other. One that only waits for something (a remote judge) is set aside later and never stopped. The
@@ -39,11 +39,14 @@ from megatron_hacpo.reward.worker import serve
 TICK = 0.02
 """Seconds between looks at the busy workers' clocks and memory."""
 
-PATIENCE = 0.05
-"""Seconds of processor time after which a response lets others go first."""
+FAR_MORE = 8
+"""Times the usual processor time, after which a response lets others go first."""
+
+LEAST_PATIENCE = 0.05
+"""Seconds of processor time that it gets before that in any case."""
 
 WAITING_SHARE = 0.1
-"""Of the deadline, by the clock: after that it does so even if it hardly ran."""
+"""Of the deadline, by the clock: after that it lets others go first even if it hardly ran."""
 
 LEAST_SHARE = 0.1
 """Of the deadline, in processor time: what a response that wants to run gets in any case."""
@@ -85,6 +88,7 @@ class _Supervisor:
         self._busy: list[Handle] = []
         self._replies: list[bytes] = []
         self._collecting = False
+        self._patience = 2 * LEAST_PATIENCE
 
     def run(self) -> None:
         """Until the trainer is gone."""
@@ -130,12 +134,20 @@ class _Supervisor:
             self._fail(worker, "crash")
             return
         self._replies.append(worker.job.number + reply[1:])
+        self._learn(worker.used())
         self._busy.remove(worker)
         worker.job = None
+        if worker.still is not None:  # it replied just before it was stopped
+            worker.go_on(time.monotonic())
         if reply[0] or len(self._idle) == self._settings.workers:
             worker.bury()
         else:
             self._idle.append(worker)
+
+    def _learn(self, used: float) -> None:
+        """Follow the usual processor time of a response; a long one counts as little more than usual."""
+        wanted = FAR_MORE * min(used, self._patience)
+        self._patience = max(LEAST_PATIENCE, 0.95 * self._patience + 0.05 * wanted)
 
     def _look(self, now: float) -> None:
         """End workers that are past deadline or memory; set aside, stop and wake those that take long."""
@@ -146,23 +158,25 @@ class _Supervisor:
             if worker.still is not None:
                 if not self._queue:
                     worker.go_on(now)
-            elif seconds < PATIENCE or worker.connection.poll():  # its reply came just now
+            elif seconds < LEAST_PATIENCE:
                 continue
-            elif seconds > settings.deadline and not self._starved(worker):
+            elif seconds > settings.deadline and self._hangs(worker):
                 self._fail(worker, "timeout", f"no verdict in {settings.deadline:g} s")
             elif (size := worker.resident()) > settings.memory:
                 self._fail(worker, "memory", f"took {size >> 20} MiB")
             else:
-                runs = worker.used() > PATIENCE
+                runs = worker.used() > self._patience
                 if not worker.aside and room > 0 and (runs or seconds > WAITING_SHARE * settings.deadline):
                     worker.aside = True
                     room -= 1
                 if worker.aside and runs and self._queue:
                     worker.stand_still(now)
 
-    def _starved(self, worker: Handle) -> bool:
-        """Whether others have the processors that it wants."""
-        return worker.used() < LEAST_SHARE * self._settings.deadline and worker.wants_to_run()
+    def _hangs(self, worker: Handle) -> bool:
+        """Whether one that is past its deadline has had a processor, or wants none, and has not replied."""
+        had_its_share = worker.used() > LEAST_SHARE * self._settings.deadline
+        # The reply is looked for last: it may come while we look, and then the worker wants nothing any more.
+        return (had_its_share or not worker.wants_to_run()) and not worker.connection.poll()
 
     def _hand_out(self) -> None:
         """Give queued jobs to ordinary workers."""
