@@ -54,10 +54,6 @@ class Scheduler:
         self.seen.append((request, parameters))
         yield {"output_ids": [1], "meta_info": {"id": request.rid}}
 
-    async def flush_cache(self, timeout_s: float | None = None) -> Any:
-        self.seen.append(("flush_cache", timeout_s))
-        return io.FlushCacheReqOutput(success=True)
-
     async def update_weights_from_disk(self, request: Any, _: Any = None) -> Any:
         self.seen.append(request)
         return True, "", 0
@@ -99,8 +95,8 @@ class Here:
 class Group:
     """A process group whose other ranks have joined, and have taken everything already."""
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> Any:
-        assert flat.dtype == torch.uint8
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
+        assert (tensor.is_contiguous(), root) == (True, 0)
         return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
 
 
@@ -113,7 +109,7 @@ app = TestClient(http_server.app)
 client = InProcess("http://127.0.0.1:1", None)
 target = Target(0, 0, 2, client)
 here = Here()
-bucket = [("a.weight", torch.ones(2, 3)), ("b", torch.ones(4, dtype=torch.bfloat16))]
+bucket = [("a.weight", torch.ones(3, 2).T), ("b", torch.ones(4, dtype=torch.bfloat16))]
 
 
 def check_generation() -> None:
@@ -138,10 +134,9 @@ def check_generation() -> None:
 def check_broadcast() -> None:
     transport = DistributedTransport(here, "agent", torch.device("cpu"), timedelta(seconds=10))
     asyncio.run(transport.prepare(target))
-    pause, flush, begin = scheduler.take()
+    pause, begin = scheduler.take()
     assert isinstance(pause, io.PauseGenerationReqInput)
     assert pause.mode == "retract"
-    assert flush == ("flush_cache", 20.0)
     assert isinstance(begin, io.BeginWeightUpdateReqInput)
 
     transport.send([target], bucket)
@@ -153,11 +148,7 @@ def check_broadcast() -> None:
     assert isinstance(update, io.UpdateWeightsFromDistributedReqInput)
     assert (update.names, update.dtypes) == (["a.weight", "b"], ["float32", "bfloat16"])
     assert [list(shape) for shape in update.shapes] == [[2, 3], [4]]
-    assert (update.group_name, update.load_format, update.flush_cache) == (
-        "agent-1",
-        "flattened_bucket",
-        False,
-    )
+    assert (update.group_name, update.load_format, update.flush_cache) == ("agent-1", None, True)
 
     asyncio.run(transport.finish(target, "12"))
     end, version, go_on = scheduler.take()
@@ -171,13 +162,13 @@ def check_tensors() -> None:
     (update,) = scheduler.take()
     assert isinstance(update, io.UpdateWeightsFromTensorReqInput)
     assert len(update.serialized_named_tensors) == 2
-    assert (update.load_format, update.flush_cache) == (None, False)
+    assert (update.load_format, update.flush_cache) == (None, True)
 
 
 def check_disk() -> None:
     transport = DiskTransport(here, Path("/shared/A"), 0)
     asyncio.run(transport.prepare(target))
-    pause, _ = scheduler.take()
+    (pause,) = scheduler.take()
     assert pause.mode == "retract"
     asyncio.run(transport.finish(target, "3"))
     update, _ = scheduler.take()

@@ -17,6 +17,10 @@ CPU_SERVER = Path(__file__).with_name("cpu_server.py")
 CPU_CACHE_TOKENS = 65_536
 """Without a limit the CPU engine fills all memory with its cache."""
 
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""For glibc: the memory that weights were received in is used again by the next bucket. New memory from the
+kernel takes nearly as long as the transfer."""
+
 LOG_LINES = 8
 """Of a server's log that are shown; the launcher shows the last 20 of the trainer's."""
 
@@ -83,6 +87,7 @@ class ServerSpec:
                 str(rank % (os.cpu_count() or 1)) for rank in range(self.tensor)
             ),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+            **(KEPT_MEMORY if self.first_gpu is None else {}),
         }
 
 

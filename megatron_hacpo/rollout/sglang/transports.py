@@ -60,9 +60,8 @@ class Transport(Protocol):
 
 
 async def pause(target: Target) -> None:
-    """Requests stay where they are, their cache does not."""
+    """Requests stay where they are; their keys and values go with the weights, by `flush_cache`."""
     await target.client.post("/pause_generation", {"mode": "retract"})
-    await target.client.post("/flush_cache?timeout=20", {})
 
 
 async def _begin(target: Target) -> None:
@@ -81,8 +80,8 @@ async def _end(target: Target, version: str) -> None:
 
 
 class DistributedTransport:
-    """One broadcast per bucket over a process group of the sending rank and all servers' ranks: gloo on CPUs,
-    NCCL on GPUs. The group is made anew when the servers change."""
+    """Broadcasts over a process group of the sending rank and all servers' ranks: gloo on CPUs, NCCL on GPUs.
+    The group is made anew when the servers change."""
 
     def __init__(
         self,
@@ -111,25 +110,24 @@ class DistributedTransport:
         await _end(target, version)
 
     def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
-        """All tensors' bytes as one flat one, the widest type first, so that all begin at their alignment."""
+        """One broadcast per tensor, from where it lies: a flat copy would cost more than it saves."""
         self._join(targets)
-        ordered = sorted(bucket, key=lambda item: -item[1].dtype.itemsize)
-        flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in ordered])
+        tensors = [tensor.contiguous() for _, tensor in bucket]
         request = {
-            "names": [name for name, _ in ordered],
-            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in ordered],
-            "shapes": [list(tensor.shape) for _, tensor in ordered],
+            "names": [name for name, _ in bucket],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in tensors],
+            "shapes": [list(tensor.shape) for tensor in tensors],
             "group_name": self._group_name,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
+            "flush_cache": True,
         }
         posts = [
             self._loop.start(t.client.post("/update_weights_from_distributed", request)) for t in targets
         ]
         try:
-            work = self._group.broadcast(flat, 0)
-            _wait_for(work.is_completed, posts)
-            work.wait()
+            works = [self._group.broadcast(tensor, 0) for tensor in tensors]
+            for work in works:
+                _wait_for(work.is_completed, posts)
+                work.wait()
             for post in posts:
                 post.result()
         except RuntimeError as error:
@@ -249,7 +247,7 @@ class TensorTransport:
             self._loop.start(
                 target.client.post(
                     "/update_weights_from_tensor",
-                    {"serialized_named_tensors": [payload] * target.ranks, "flush_cache": False},
+                    {"serialized_named_tensors": [payload] * target.ranks, "flush_cache": True},
                 )
             )
             for target in targets
@@ -295,7 +293,7 @@ class DiskTransport:
 
     async def finish(self, target: Target, version: str) -> None:
         complete = self._folder / f"version-{version}"
-        request = {"model_path": str(complete.absolute()), "weight_version": version, "flush_cache": False}
+        request = {"model_path": str(complete.absolute()), "weight_version": version, "flush_cache": True}
         await target.client.post("/update_weights_from_disk", request)
         await target.client.post("/continue_generation", {})
 
