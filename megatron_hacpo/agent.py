@@ -15,20 +15,22 @@ from megatron_hacpo.bridge.trajectory import Contribution, hash_prompts, pack_id
 from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.source import PromptSource
-from megatron_hacpo.evaluate import evaluate
+from megatron_hacpo.evaluation.benchmark import Benchmark
+from megatron_hacpo.evaluation.measure import measure, write_problems
 from megatron_hacpo.hf.write import write_hf_folder
 from megatron_hacpo.learner import metrics
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
 from megatron_hacpo.learner.gradients import gradient_cosines
 from megatron_hacpo.learner.metrics import Metrics
-from megatron_hacpo.learner.own import OwnRollouts, Sampled, old_log_probs, own_response
+from megatron_hacpo.learner.own import OwnResponse, OwnRollouts, Sampled, old_log_probs, own_response
 from megatron_hacpo.learner.update import UpdateRecord, update
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
+from megatron_hacpo.reward.length import less_overlong
 from megatron_hacpo.reward.pool import RewardPool
-from megatron_hacpo.rollout.base import Response, Rollout, RolloutLost, Sampling
+from megatron_hacpo.rollout.base import OnResponse, Response, Rollout, RolloutLost, Sampling, ignore
 
 _SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
@@ -48,6 +50,7 @@ class Agent:
     world: runtime.World
     tokenizer: AgentTokenizer
     source: PromptSource
+    benchmarks: list[Benchmark]
     verifier: RewardPool | None
     policy: Policy
     exchange: Exchange
@@ -72,7 +75,10 @@ class Agent:
         return self.config.path / self.name
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Sampled | None:
-        """G responses per prompt with the engine's current weights; on the leader, None elsewhere."""
+        """G responses per prompt with the engine's current weights; on the leader, None elsewhere.
+
+        The verifier gets each as soon as it is complete; `score` waits for the rewards.
+        """
         rollout = self.settings.rollout
         sampling = Sampling(
             responses_per_prompt=rollout.responses_per_prompt,
@@ -83,40 +89,62 @@ class Agent:
             seed=_seed(self.config.run.seed, self.index, step),
         )
         prompt_ids = [self.tokenizer.render_prompt(p.messages) for p in prompts]
-        responses = self._responses(prompt_ids, sampling)
+        own: dict[int, OwnResponse] = {}
+
+        def submit(index: int, response: Response) -> None:
+            assert self.verifier is not None
+            own[index] = own_response(response, self.tokenizer)
+            prompt = prompts[index // sampling.responses_per_prompt]
+            self.verifier.submit(index, prompt, own[index].text, response.finish_reason)
+
+        responses = self._responses(prompt_ids, sampling, on_response=submit)
         if responses is None:
             return None
-        return Sampled(
-            [pack_ids(ids) for ids in prompt_ids], [own_response(r, self.tokenizer) for r in responses]
-        )
+        return Sampled([pack_ids(ids) for ids in prompt_ids], [own[index] for index in range(len(responses))])
 
-    def _responses(self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+    def _responses(
+        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response] | None:
         """`Rollout.generate`; what has been trained is saved before the run ends without an engine."""
         try:
-            return self.rollout.generate(prompt_ids, sampling)
+            return self.rollout.generate(prompt_ids, sampling, on_response=on_response)
         except RolloutLost as error:
             self.export()
             raise RuntimeError(
                 f"{error}; the weights of agent {self.name} are in {self.folder}/hf"
             ) from error
 
-    def score(self, prompts: Sequence[Prompt], sampled: Sampled | None) -> Sampled:
-        """The leader's responses with their rewards, on every rank."""
+    def score(self, sampled: Sampled | None) -> Sampled:
+        """What `generate` gave the leader, with its rewards, on every rank."""
         payload = None
         if sampled is not None:
             assert self.verifier is not None
-            texts = [r.text for r in sampled.responses]
-            reasons = [r.finish_reason for r in sampled.responses]
-            result = self.verifier.score(prompts, texts, reasons)
+            result = self.verifier.collect()
             if complaint := result.complaint():
                 print(f"warning: agent {self.name}: {complaint}", file=sys.stderr, flush=True)
-            rewards = [None if np.isnan(reward) else float(reward) for reward in result.rewards]
+            shaped = self._shaped(result.rewards, sampled)
+            rewards = [None if np.isnan(reward) else float(reward) for reward in shaped]
+            failures = {failure.index: failure.reason for failure in result.failures}
             scored = [
-                msgspec.structs.replace(r, reward=reward)
-                for r, reward in zip(sampled.responses, rewards, strict=True)
+                msgspec.structs.replace(r, reward=reward, failure=failures.get(index))
+                for index, (r, reward) in enumerate(zip(sampled.responses, rewards, strict=True))
             ]
             payload = msgspec.msgpack.encode(Sampled(sampled.prompt_ids, scored))
         return _SAMPLED.decode(self.world.broadcast(payload))
+
+    def _shaped(self, rewards: np.ndarray, sampled: Sampled) -> np.ndarray:
+        """The rewards that are trained on: less for responses that come near the limit, if so configured."""
+        settings = self.config.reward
+        if settings.overlong_buffer == 0:
+            return rewards
+        return less_overlong(
+            rewards,
+            np.array([response.length for response in sampled.responses]),
+            limit=self.settings.rollout.max_response_tokens,
+            buffer=settings.overlong_buffer,
+            penalty=settings.overlong_penalty,
+            lowest=settings.range[0],
+        )
 
     def old_log_probs(self, scored: Sampled) -> OwnRollouts:
         """The responses with the trainer's log-probs, old and (for KL) reference."""
@@ -207,6 +235,7 @@ class Agent:
             print(f"warning: agent {self.name}, step {step}: {warning}", file=sys.stderr)
         row = {
             "step": step,
+            "epochs": self.source.epochs(step),
             "lr": self.policy.learning_rate,
             **metrics.rollout_metrics(own),
             **metrics.batch_metrics(batch, pool, self.learner),
@@ -222,20 +251,23 @@ class Agent:
         self.writer.samples(metrics.response_samples(step, texts, pool, batch, records, count))
 
     def evaluate(self, step: int) -> None:
-        """Accuracy on the held-out prompts, into eval.jsonl."""
-        prompts = self.source.held_out()
-        if not prompts:
-            return
-        result = evaluate(
-            self._responses,
-            prompts,
-            agent=self.settings,
-            tokenizer=self.tokenizer,
-            verifier=self.verifier,
-            lowest=self.config.reward.range[0],
-        )
-        if self.writer is not None:
-            self.writer.evaluation({"step": step, **result})
+        """Held-out prompts and benchmarks, into eval.jsonl and eval/step_N/."""
+        metrics: dict[str, float] = {}
+        for benchmark in self.benchmarks:
+            measured = measure(
+                self._responses,
+                benchmark,
+                config=self.config,
+                agent=self.name,
+                tokenizer=self.tokenizer,
+                verifier=self.verifier,
+            )
+            if measured is not None:
+                metrics |= measured.metrics()
+                texts = self.config.evaluation.keep_responses
+                write_problems(measured, self.folder / "eval" / f"step_{step}", texts=texts)
+        if self.writer is not None and metrics:
+            self.writer.evaluation({"step": step, **metrics})
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""

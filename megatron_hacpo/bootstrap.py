@@ -15,7 +15,8 @@ from megatron_hacpo.agent import Agent
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.config import RunConfig, dump
-from megatron_hacpo.inputs import load_tokenizers, open_pool, open_prompts
+from megatron_hacpo.evaluation.benchmark import open_benchmarks
+from megatron_hacpo.inputs import Prompts, load_tokenizers, open_pool
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
@@ -51,6 +52,7 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
     world_store, rank = _world_store(store, name, layout.world_size)
     world = runtime.start(store=world_store, rank=rank, layout=layout, seed=config.run.seed, timeout=timeout)
     tokenizers = load_tokenizers(config)
+    prompts = Prompts(config, tokenizers)
     policy = Policy(
         Path(settings.model),
         world=world,
@@ -81,7 +83,8 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         sources=sources,
         world=world,
         tokenizer=tokenizers[name],
-        source=open_prompts(config, tokenizers),
+        source=prompts.source(),
+        benchmarks=open_benchmarks(config, prompts),
         verifier=open_pool(config) if world.is_leader else None,
         policy=policy,
         exchange=Exchange(
@@ -125,6 +128,7 @@ def _open_rollout(
             weights=policy.stage_tensors,
             hf_config=policy.hf_config,
             stop_ids=stop_ids,
+            context=config.longest(name),
             run_dir=config.path,
             seed=config.run.seed + 1000 * config.names.index(name),
             trainer=policy,

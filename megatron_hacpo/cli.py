@@ -88,27 +88,39 @@ def evaluate(
     config: Config,
     agent: Annotated[str | None, typer.Option(metavar="NAME", help="Only this agent.")] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Another folder than the agent's own.")
+        list[str] | None,
+        typer.Option(
+            metavar="DIR", help="Another folder than the agent's own; several are compared with each other."
+        ),
+    ] = None,
+    benchmarks: Annotated[
+        str | None,
+        typer.Option(metavar="NAME,NAME", help="Only these; sampled, greedy: the held-out prompts."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write metrics and every problem's rewards there.")
     ] = None,
     settings: Settings = None,
 ) -> None:
-    """Measure agents on the held-out prompts, sampled and greedy."""
+    """Measure agents on held-out prompts and benchmarks, side by side."""
     from megatron_hacpo.config import ConfigError, load
 
     run = load(config, settings or [])
     if agent is not None:
         _check_agent(run, agent)
     names = [agent] if agent is not None else run.names
-    if model is not None:
-        if len(names) > 1:
-            raise ConfigError(
-                [f"--model: {model}: which agent is it? add --agent, one of {', '.join(names)}"]
-            )
-        settings = [*(settings or []), f"agents.{names[0]}.model={model}"]
-    run = _checked(config, settings)
-    from megatron_hacpo.evaluate import main as evaluate_agents
+    if model and len(names) > 1:
+        raise ConfigError([f"--model: {model[0]}: which agent is it? add --agent, one of {', '.join(names)}"])
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigError([f"--out: {out}: holds something already; choose another folder"])
+    for folder in model or []:
+        _checked(config, [*(settings or []), f"agents.{names[0]}.model={folder}"], training=False)
+    if not model:
+        _checked(config, settings, training=False)
+    from megatron_hacpo.evaluation.standalone import main as measure
 
-    evaluate_agents(run, names)
+    candidates = [(names[0], folder) for folder in model or []] or [(n, run.agents[n].model) for n in names]
+    measure(run, candidates, benchmarks.split(",") if benchmarks else None, out)
 
 
 @app.command()
@@ -129,12 +141,12 @@ def report(
     draw_curves(run_dir)
 
 
-def _checked(config: Path, settings: list[str] | None) -> "RunConfig":
+def _checked(config: Path, settings: list[str] | None, *, training: bool = True) -> "RunConfig":
     """The configuration, looked over; warnings go to stderr."""
     from megatron_hacpo.config import check, load
 
     run = load(config, settings or [])
-    for warning in check(run):
+    for warning in check(run, training=training):
         print(f"warning: {warning}", file=sys.stderr)
     return run
 

@@ -26,7 +26,7 @@ def train_step(agent: Agent, step: int) -> None:
     with clock("rollout"):
         sampled = agent.generate(prompts, step)
     with clock("reward"):
-        scored = agent.score(prompts, sampled)
+        scored = agent.score(sampled)
     with clock("logprob"):
         own = agent.old_log_probs(scored)
         gap = agent.check_engine(own)

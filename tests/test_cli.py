@@ -67,7 +67,7 @@ MISTAKES = [
     (["data.task=null", "data.path=none.jsonl"], 'data.path: "none.jsonl": cannot be read'),
     (
         ["data.task=null", "data.path=/dev/null"],
-        "data.path: /dev/null:1: the file has no prompts; correct the file",
+        "data.path: /dev/null: holds no prompts",
     ),
     (["algorithm.delta_step=0.3"], "algorithm.delta_step: 0.3 closes the clipping window"),
 ]
@@ -209,21 +209,24 @@ def test_a_fault_of_the_programs_keeps_its_traceback(monkeypatch: pytest.MonkeyP
 
 
 def test_eval_chooses_agents_and_folders(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    seen: list[tuple[RunConfig, list[str]]] = []
-    module = SimpleNamespace(main=lambda run, names: seen.append((run, names)))
-    monkeypatch.setitem(sys.modules, "megatron_hacpo.evaluate", module)
+    seen: list[Any] = []
+    module = SimpleNamespace(main=lambda *given: seen.append(given))
+    monkeypatch.setitem(sys.modules, "megatron_hacpo.evaluation.standalone", module)
+    run, a, b = load(PAIR), "examples/tiny/A", "examples/tiny/B"
     assert hacpo(monkeypatch, "eval", PAIR) == 0
-    assert seen.pop() == (load(PAIR), ["A", "B"])
-    assert hacpo(monkeypatch, "eval", PAIR, "--agent", "B", "--model", "examples/tiny/A") == 0
-    run, names = seen.pop()
-    assert (names, run.agents["B"].model, run.agents["A"].model) == (
-        ["B"],
-        "examples/tiny/A",
-        "examples/tiny/A",
-    )
+    assert seen.pop() == (run, [("A", a), ("B", b)], None, None)
+    assert hacpo(monkeypatch, "eval", PAIR, "--agent", "B") == 0
+    assert seen.pop() == (run, [("B", b)], None, None)
+    folders = ["--model", b, "--model", a]
+    assert hacpo(monkeypatch, "eval", PAIR, "--agent", "B", *folders, "--benchmarks", "greedy,x") == 0
+    assert seen.pop() == (run, [("B", b), ("B", a)], ["greedy", "x"], None)
     assert hacpo(monkeypatch, "eval", PAIR, "--model", "examples/tiny/A") == 2
     assert capsys.readouterr().err.startswith(
         "error: --model: examples/tiny/A: which agent is it? add --agent,"
+    )
+    assert hacpo(monkeypatch, "eval", PAIR, "--out", "examples") == 2
+    assert (
+        capsys.readouterr().err == "error: --out: examples: holds something already; choose another folder\n"
     )
     assert not seen
 

@@ -328,12 +328,8 @@ def test_a_custom_verifier_must_exist() -> None:
 @pytest.mark.parametrize(
     "content, expected",
     [
-        (None, "cannot be read (No such file or directory); give the path of a JSONL file"),
-        ("", "the file has no prompts; correct the file"),
-        (
-            '{"prompt": "1+1=", "answer": "2"}\n',
-            "holds 1 prompts, fewer than batch.prompts = 16; lower batch.prompts",
-        ),
+        (None, "cannot be read (No such file or directory); give the path of a file or folder of prompts"),
+        ("", "prompts.jsonl: holds no prompts"),
         ('{"prompt": "1+1="}\n', "'answer' is missing"),
         ("{\n", "prompts.jsonl:1: "),
     ],
@@ -347,12 +343,46 @@ def test_a_bad_data_file_is_one_line(tmp_path: Path, content: str | None, expect
     assert expected in line
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("evaluation.benchmarks.math={}", "evaluation.benchmarks.math.path: missing"),
+        ("evaluation.benchmarks.math={path: nowhere.jsonl}", 'math.path: "nowhere.jsonl": cannot be read'),
+        (
+            "evaluation.benchmarks.math={path: FILE, samples: 4}",
+            "math.samples: 4: greedy responses to a prompt",
+        ),
+        (
+            "evaluation.benchmarks.math={path: FILE, samples: 4, temperature: 1.0, pass_at: [1, 8]}",
+            "math.pass_at: 8: needs as many responses, samples is 4; raise that or lower k",
+        ),
+        ("evaluation.benchmarks.math={path: FILE, verifier: maths}", "evaluation.benchmarks.math: "),
+        ("evaluation.benchmarks.greedy={path: FILE}", "evaluation.benchmarks.greedy: the held-out prompts"),
+        ("evaluation.benchmarks.math={path: FILE, template: x}", 'math.template: "x": needs {prompt} once'),
+        (
+            "evaluation.benchmarks.math={path: FILE, max_response_tokens: 9999}",
+            "math.max_response_tokens: 10031: with the prompt up to 10031 tokens, and agent A's model reads",
+        ),
+        (
+            "reward.overlong_buffer=13",
+            "reward.overlong_buffer: 13: more than agent A's rollout.max_response_t",
+        ),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(tmp_path: Path, override: str, expected: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "1+1=", "answer": 2}\n')
+    with pytest.raises(ConfigError) as error:
+        check(load(TINY / "pair.yaml", [override.replace("FILE", str(file))]))
+    assert expected in error.value.lines[0]
+
+
 def test_a_jsonl_run_without_held_out_prompts_warns(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": {n + 1}}}\n' for n in range(16)))
     overrides = ["data.task=null", f"data.path={path}"]
     assert check(load(TINY / "pair.yaml", overrides)) == [
-        "evaluation.path: not set: accuracy is not measured; name a JSONL file of held-out prompts"
+        "evaluation.path: not set: no accuracy is measured; name a file of held-out prompts"
     ]
     assert check(load(TINY / "pair.yaml", [*overrides, f"evaluation.path={path}"])) == []
     assert check(load(TINY / "pair.yaml", [*overrides, "evaluation.prompts=0"])) == []

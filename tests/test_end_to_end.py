@@ -29,6 +29,7 @@ METRICS = {
     "step",
     "reward/mean",
     "reward/count",
+    "reward/failed",
     "capability",
     "ratio/own/first_update_max_abs_dev",
     "ratio/cross/mean",
@@ -177,10 +178,10 @@ VERIFIER = '''
 import math
 
 def moody(text, answer):
-    """No valid reward for a third of the responses, by what they say."""
-    if text.endswith("0)"):
+    """No valid reward for most of the responses, by what they say."""
+    if text.endswith("00)"):
         return None
-    if text.endswith("3)"):
+    if text.endswith("20)"):
         return math.nan
     return float(text == answer)
 '''
@@ -205,15 +206,17 @@ def test_odd_prompts_and_rewards_that_are_none_or_nan(runs: Path) -> None:
         "agents.B.dtype=bfloat16",
         path=runs,
     )
-    invalid = 0
+    invalid, failed = 0, 0
     for agent in "AB":
         for row in rows(run, agent):
             assert row["reward/count"] + row["reward/invalid"] == 32
             invalid += row["reward/invalid"]
+            failed += row["reward/failed/not_a_number"]
+            assert row["reward/failed/not_a_number"] == row["reward/failed"] <= row["reward/invalid"]
             assert row["ratio/own/first_update_max_abs_dev"] == 0.0
             assert row["loss/kl"] is not None
             assert all(value is None or math.isfinite(value) for value in row.values())
-    assert invalid > 0
+    assert invalid > failed > 0
 
 
 def test_one_agent_under_torchrun_with_two_processes(runs: Path, pair: Path) -> None:

@@ -234,8 +234,26 @@ def test_rollout_metrics_count_valid_rewards(own: OwnRollouts) -> None:
     metrics = rollout_metrics(replace(own, responses=responses))
     assert metrics["reward/count"] == 29
     assert metrics["reward/invalid"] == 3
+    assert metrics["reward/failed"] == 0
     assert metrics["reward/mean"] == pytest.approx(np.mean([r.reward for r in own.responses[3:]]))
     assert metrics["response/truncated_fraction"] == 0.0
+
+
+def test_rollout_metrics_count_failures_by_reason(own: OwnRollouts) -> None:
+    reasons = ["timeout", "timeout", "crash"]
+    failing = [
+        msgspec.structs.replace(r, reward=0.0, failure=reason)
+        for r, reason in zip(own.responses[:3], reasons, strict=True)
+    ]
+    metrics = rollout_metrics(replace(own, responses=[*failing, *own.responses[3:]]))
+    failed = {name: value for name, value in metrics.items() if name.startswith("reward/failed")}
+    assert {name: value for name, value in failed.items() if value} == {
+        "reward/failed": 3,
+        "reward/failed/timeout": 2,
+        "reward/failed/crash": 1,
+    }
+    assert len(failed) == 9  # also those that did not occur
+    assert metrics["reward/invalid"] == 0  # the reward of a failure may be the lowest one
 
 
 def test_three_agents_of_which_two_are_the_same_folder(world: World, tmp_path: Path) -> None:

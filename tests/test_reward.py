@@ -11,7 +11,7 @@ import pytest
 
 from megatron_hacpo.reward import BadGroundTruth, Verifier, get_verifier
 from megatron_hacpo.reward.base import Outcome, check_one
-from megatron_hacpo.reward.length import of_truncated, soft_length_penalty
+from megatron_hacpo.reward.length import less_overlong, of_truncated
 
 UNIT = (0.0, 1.0)
 
@@ -87,14 +87,13 @@ def test_truncated_responses(policy: str, needs_stop: bool, expected: Outcome | 
     assert of_truncated(policy, needs_stop=needs_stop, lowest=-1.0) == expected
 
 
-def test_the_soft_length_penalty_begins_before_the_limit_and_ends_at_it() -> None:
-    lengths = np.array([0, 800, 850, 900, 1000, 5000], dtype=np.int32)
-    penalty = soft_length_penalty(lengths, limit=1000, buffer=200, penalty=0.5)
-    assert penalty.dtype == np.float64
-    assert penalty.tolist() == pytest.approx([0.0, 0.0, -0.125, -0.25, -0.5, -0.5], abs=1e-12)
-    assert not np.signbit(penalty[:2]).any()
-    assert soft_length_penalty(np.array([1, 2]), limit=2, buffer=2).tolist() == [-0.5, -1.0]
-    assert soft_length_penalty(np.array([], dtype=np.int32), limit=2, buffer=1).shape == (0,)
+def test_overlong_responses_lose_more_the_nearer_the_limit_and_never_fall_below_the_lowest() -> None:
+    lengths = np.array([0, 800, 850, 900, 1000, 5000, 850, 900, 1000], dtype=np.int32)
+    rewards = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.1, np.nan])
+    shaped = less_overlong(rewards, lengths, limit=1000, buffer=200, penalty=0.5, lowest=0.0)
+    assert shaped.dtype == np.float64
+    assert shaped[:8].tolist() == pytest.approx([1.0, 1.0, 0.875, 0.75, 0.5, 0.5, 0.0, 0.0], abs=1e-12)
+    assert np.isnan(shaped[8])
 
 
 CHOICES = [

@@ -10,7 +10,7 @@ import pytest
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
 
-from megatron_hacpo.data.jsonl import read_jsonl
+from megatron_hacpo.data.read import read_prompts
 from megatron_hacpo.reward import BadGroundTruth, get_verifier
 from megatron_hacpo.reward.gym import EVALUATES_EXPRESSIONS, EVALUATES_LISTS
 
@@ -79,7 +79,7 @@ def test_the_rows_of_the_documentation(tmp_path: Path, monkeypatch: pytest.Monke
     assert source is not None
     monkeypatch.chdir(tmp_path)
     exec(source[1], {})
-    prompts = read_jsonl("train.jsonl")
+    prompts = read_prompts("train.jsonl").prompts
     assert len(prompts) == 1000
     right = json.loads(prompts[0].answer)["answer"]
     assert CHECK(f"<answer>{right}</answer>", prompts[0].answer) == 1.0

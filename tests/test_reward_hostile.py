@@ -42,6 +42,7 @@ SHAPES = [
     r"\int_0^1 %s \,dx",
     r"\left. x^2 \right|_{x=%s}",
 ]
+INFINITE_SUM = r"\sum_{n=1}^{\infty} \frac{1}{(n + 7)^2}"
 TRUTHS = {
     "math": [r"\sqrt{7}", r"\{1, 2\}"],
     "math_number": ["5"],
@@ -73,6 +74,7 @@ def hostile_boxes(verifier: str) -> list[str]:
     """All the code as it is, and for the verifier that reads LaTeX some of it in every shape."""
     boxes = [SHAPES[0] % code for code in CODE]
     if verifier == "math":
+        boxes.append(INFINITE_SUM)
         boxes += [
             shape % CODE[(place + 3 * turn) % len(CODE)]
             for place, shape in enumerate(SHAPES[1:])
@@ -133,6 +135,5 @@ def test_no_response_is_evaluated(tmp_path: Path) -> None:
 
 
 def test_the_hook_sees_what_math_verify_compiles_without_our_rules(tmp_path: Path) -> None:
-    box = r"\sum_{n=1}^{\infty} \frac{1}{(n + 7)^2}"
-    seen = run_watched([("test_reward_hostile:unguarded", "1.5", [box])], tmp_path)
+    seen = run_watched([("test_reward_hostile:unguarded", "1.5", [INFINITE_SUM])], tmp_path)
     assert any("lambdify" in event for event in seen)

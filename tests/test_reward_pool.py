@@ -221,7 +221,7 @@ def test_a_busy_machine_decides_no_reward() -> None:
 
 def test_more_that_hang_than_there_are_places_are_all_ended() -> None:
     with RewardPool("reward_verifiers:obey", workers=1, deadline=0.5) as pool:
-        assert score(pool, *["sleep 100"] * 20) == ["timeout"] * 20
+        assert score(pool, *["sleep 100"] * 30) == ["timeout"] * 30
 
 
 @pytest.mark.slow

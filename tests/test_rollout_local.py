@@ -190,6 +190,48 @@ def test_batch_size_and_padding_change_nothing(folders: dict[str, Path]) -> None
         assert_same(whole, split, tolerance=1e-5)
 
 
+def test_each_response_is_reported_once_and_in_the_step_that_completes_it(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = open_engine(folders["qwen0"])
+    sampling = Sampling(responses_per_prompt=4, max_tokens=20, seed=7)
+    forward, passes, reported = engine._forward, [], {}
+
+    def counted(*arguments: object) -> torch.Tensor:
+        passes.append(1)
+        return forward(*arguments)
+
+    def report(index: int, response: Response) -> None:
+        assert index not in reported
+        reported[index] = (response, len(passes))
+
+    monkeypatch.setattr(engine, "_forward", counted)
+    responses = engine.generate(RAGGED, sampling, on_response=report)
+    assert len(passes) == 20
+    assert {r.finish_reason for r in responses} == {"stop", "length"}
+    assert len(reported) == len(responses) == 16
+    for index, response in enumerate(responses):
+        told, passes_before = reported[index]
+        assert told is response
+        assert passes_before == len(response.token_ids)  # one forward pass a token
+    assert_same(responses, engine.generate(RAGGED, sampling))
+
+
+@pytest.mark.parametrize("limit", [1, 8])
+def test_responses_of_later_batches_are_reported_with_their_own_places(
+    folders: dict[str, Path], limit: int
+) -> None:
+    engine = open_engine(folders["qwen0"], max_batch_responses=limit)
+    reported: list[tuple[int, Response]] = []
+    responses = engine.generate(
+        RAGGED,
+        Sampling(responses_per_prompt=4, max_tokens=20, seed=7),
+        on_response=lambda index, response: reported.append((index, response)),
+    )
+    assert sorted(index for index, _ in reported) == list(range(16))
+    assert all(responses[index] is response for index, response in reported)
+
+
 def test_stop_tokens(folders: dict[str, Path]) -> None:
     """Any stop id ends a response, is its last token, and occurs nowhere else; others have full length."""
     engine = open_engine(folders["llama0"], stop_ids=[STOP, 2, 7])

@@ -78,10 +78,17 @@ class Served:
             self.loop.run(member.client.post("/slow_down", {"forward_sleep_time": seconds}))
 
     def generate_while(self, signum: signal.Signals, numbers: Sequence[int]) -> list[Response]:
-        """A batch, amid which servers get a signal."""
+        """A batch, amid which servers get a signal. Each response is reported once, to this thread."""
         self.slow_down(0.1)
         victims = [self.members.all[number].server.pid for number in numbers]
         done = threading.Event()
+        reported: dict[int, Response] = {}
+        caller = threading.get_ident()
+
+        def report(index: int, response: Response) -> None:
+            assert threading.get_ident() == caller
+            assert index not in reported
+            reported[index] = response
 
         def strike() -> None:
             time.sleep(2.0)
@@ -91,10 +98,12 @@ class Served:
 
         striker = threading.Thread(target=strike)
         striker.start()
-        responses = self.rollout.generate(self.prompts, SAMPLING)
+        responses = self.rollout.generate(self.prompts, SAMPLING, on_response=report)
         done.set()
         striker.join()
         assert responses is not None
+        assert len(reported) == len(responses)
+        assert all(reported[index] is response for index, response in enumerate(responses))
         return responses
 
     def check(self, responses: list[Response]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from megatron_hacpo.config import RunConfig
-from megatron_hacpo.config.schema import AgentConfig, Section
+from megatron_hacpo.config.schema import AgentConfig, BenchmarkConfig, Section
 
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration
@@ -28,6 +28,8 @@ def reference() -> str:
             parts.append(_section("agents.NAME", AgentConfig))
         else:
             parts.append(_section(name, field.annotation))
+        if name == "evaluation":
+            parts.append(_section("evaluation.benchmarks.NAME", BenchmarkConfig))
     return "\n".join(parts)
 
 

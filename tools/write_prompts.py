@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from megatron_hacpo.data import rule_task
-from megatron_hacpo.data.jsonl import write_jsonl
+from megatron_hacpo.data.read import write_jsonl
 
 
 def main() -> None:

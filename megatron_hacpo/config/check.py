@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from megatron_hacpo.config.check_data import data_problems
 from megatron_hacpo.config.check_model import model_problems
 from megatron_hacpo.config.check_rollout import rollout_problems
 from megatron_hacpo.config.errors import ConfigError, line
@@ -18,9 +19,10 @@ SHARING_KEYS = ("capability_baseline", "discrepancy_gradient", "cross_clip")
 """Single tokens' ratios leave a narrower window than this at once."""
 
 
-def check(config: RunConfig) -> list[str]:
+def check(config: RunConfig, *, training: bool = True) -> list[str]:
     """Look at everything that can be known before a process is started.
 
+    training: false for what only measures, and reads no training prompts.
     Returns warnings, one line each. Raises ConfigError with a line for every mistake.
     """
     errors = [
@@ -30,7 +32,7 @@ def check(config: RunConfig) -> list[str]:
         *_optimizer_problems(config),
         *(problem for name, agent in config.agents.items() for problem in rollout_problems(name, agent)),
         *_reward_problems(config),
-        *_data_problems(config),
+        *data_problems(config, training=training),
         *_report_problems(config),
     ]
     window = None
@@ -116,6 +118,11 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
         get_verifier(config.reward.verifier)
     except ValueError as error:
         yield str(error)
+    for name, agent in config.agents.items():
+        limit = agent.rollout.max_response_tokens
+        if config.reward.overlong_buffer > limit:
+            wrong = f"more than agent {name}'s rollout.max_response_tokens = {limit}; lower it"
+            yield line("reward.overlong_buffer", config.reward.overlong_buffer, wrong)
     compared = config.algorithm.share and len(config.agents) > 1
     if compared and config.reward.range[0] < 0 and config.algorithm.capability_metric == "mean":
         yield line(
@@ -123,43 +130,6 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
             "mean",
             f"needs rewards from 0 up, reward.range is {list(config.reward.range)}; use positive_share",
         )
-
-
-def _data_problems(config: RunConfig) -> Iterator[str]:
-    from megatron_hacpo.data.jsonl import read_jsonl
-    from megatron_hacpo.data.rule_task import LETTERS
-
-    data, evaluation = config.data, config.evaluation
-    if data.path is None:
-        if evaluation.path is not None:
-            yield line(
-                "evaluation.path",
-                evaluation.path,
-                f"data.task {data.task} has its own held-out prompts; cut it",
-            )
-        if evaluation.prompts % len(LETTERS):
-            wrong = f"not a multiple of the {len(LETTERS)} kinds of {data.task}; round it"
-            yield line("evaluation.prompts", evaluation.prompts, wrong)
-        return
-    for key, path, least in (
-        ("data.path", data.path, config.batch.prompts),
-        ("evaluation.path", evaluation.path, 1),
-    ):
-        if path is None:
-            continue
-        try:
-            count = len(read_jsonl(path, prompt_key=data.prompt_key, answer_key=data.answer_key))
-        except OSError as error:
-            yield line(key, path, f"cannot be read ({error.strerror}); give the path of a JSONL file")
-        except ValueError as error:
-            yield f"{key}: {error}; correct the file"
-        else:
-            if count < least:
-                yield line(
-                    key,
-                    path,
-                    f"holds {count} prompts, fewer than batch.prompts = {least}; lower batch.prompts",
-                )
 
 
 def _report_problems(config: RunConfig) -> Iterator[str]:
@@ -196,5 +166,11 @@ def _warnings(config: RunConfig) -> Iterator[str]:
             f"algorithm.clip_low, clip_high: {algorithm.clip_low:g}, {algorithm.clip_high:g}: "
             "narrow for ratios per token; grpo's own are 0.2, 0.28"
         )
-    if config.data.path is not None and config.evaluation.path is None and config.evaluation.prompts:
-        yield "evaluation.path: not set: accuracy is not measured; name a JSONL file of held-out prompts"
+    evaluation = config.evaluation
+    if (
+        config.data.path is not None
+        and evaluation.path is None
+        and evaluation.prompts
+        and not evaluation.benchmarks
+    ):
+        yield "evaluation.path: not set: no accuracy is measured; name a file of held-out prompts"

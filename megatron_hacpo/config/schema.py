@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from megatron_hacpo.data.read import Columns
+
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 """A name that is also a folder: letters, digits, `_`, `-` and `.`, not starting with a dot or a dash."""
 
@@ -37,6 +39,12 @@ PRESETS: dict[str, dict[str, object]] = {
     },
 }
 """What a method changes of `AlgorithmConfig`'s defaults, which are HACPO's."""
+
+
+def _with_place(template: str | None) -> str | None:
+    if template is not None and template.count("{prompt}") != 1:
+        raise ValueError("needs {prompt} once; put it where the prompt goes")
+    return template
 
 
 class Section(BaseModel):
@@ -231,9 +239,7 @@ class AgentConfig(Section):
     @field_validator("plain_template")
     @classmethod
     def _has_place(cls, template: str | None) -> str | None:
-        if template is not None and template.count("{prompt}") != 1:
-            raise ValueError("needs {prompt} once; put it where the prompt goes")
-        return template
+        return _with_place(template)
 
     @model_validator(mode="after")
     def _one_template(self) -> "AgentConfig":
@@ -248,19 +254,55 @@ class AgentConfig(Section):
         return MAX_LOGPROB_GAP[self.dtype] if gap is None else gap
 
 
-class DataConfig(Section):
-    """Training prompts: a generated task or a JSONL file."""
+class PromptFileConfig(Section):
+    """A file of prompts with answers, or a folder with a data set, and the names of its columns."""
 
+    path: str | None = None
+    """`.jsonl`, `.json`, `.parquet`, or a folder as Hugging Face's datasets library has it."""
+    split: str | None = None
+    """Of a folder with several."""
+    prompt_key: str = "prompt"
+    """Column of the prompt: text, or a list of messages with role and content. `a.b` is b inside a."""
+    answer_key: str = "answer"
+    """Column that the verifier compares with: text or a number."""
+    id_key: str = "id"
+    """Column that names a prompt; without one it is FILE:NUMBER."""
+    group_key: str = "group"
+    """Column by which accuracy is broken down."""
+    template: str | None = None
+    """Text around prompts that are one user message; `{prompt}` stands for it."""
+    system: str | None = None
+    """System message before prompts that are one user message."""
+    bad_rows: Literal["refuse", "skip"] = "refuse"
+    """`skip` leaves out rows that are no prompt, and counts them."""
+
+    @field_validator("template")
+    @classmethod
+    def _has_place(cls, template: str | None) -> str | None:
+        return _with_place(template)
+
+    @property
+    def columns(self) -> Columns:
+        """The names of the columns, as the reader takes them."""
+        return Columns(
+            prompt=self.prompt_key,
+            answer=self.answer_key,
+            id=self.id_key,
+            group=self.group_key,
+            template=self.template,
+            system=self.system,
+        )
+
+
+class DataConfig(PromptFileConfig):
+    """Training prompts: a generated task, or a file or folder."""
+
+    duplicates: Literal["drop", "keep"] = "drop"
+    """What becomes of a prompt that occurs again, word for word."""
     task: Literal["rule_arithmetic"] | None = None
     """The demo's generated prompts."""
     digits: Count = 5
     """Digits of an operand of `rule_arithmetic`."""
-    path: str | None = None
-    """A JSONL file of prompts with answers."""
-    prompt_key: str = "prompt"
-    """Field of the JSONL file: text, or a list of messages with role and content."""
-    answer_key: str = "answer"
-    """Field of the JSONL file that the verifier compares with."""
 
     @model_validator(mode="after")
     def _one_source(self) -> "DataConfig":
@@ -288,6 +330,11 @@ class RewardConfig(Section):
     """What a response gets that the verifier failed on: no valid score, or the smallest one."""
     truncated: Literal["keep", "zero", "mask"] = "keep"
     """What a response gets that was cut at its token limit: the verifier's score, the smallest, or none."""
+    overlong_buffer: CountOrZero = 0
+    """Over so many tokens before the limit, rewards of training responses fall by `overlong_penalty`; 0: none
+    do."""
+    overlong_penalty: Positive = 1.0
+    """What a response at the limit loses; no reward falls below the smallest."""
 
     @field_validator("range")
     @classmethod
@@ -390,15 +437,51 @@ class ExchangeConfig(Section):
     """Longest wait for the slowest agent."""
 
 
+class BenchmarkConfig(PromptFileConfig):
+    """Problems that every agent is measured on, and how. null: as in training."""
+
+    path: str
+    """As `data.path`."""
+    prompts: Count | None = None
+    """At most so many, the first ones."""
+    samples: Count = 1
+    """Responses to each prompt (n)."""
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = 0.0
+    """0: greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    """1: no limit."""
+    top_k: CountOrZero | None = None
+    """0: no limit."""
+    max_prompt_tokens: Count | None = None
+    """A prompt that is longer for any agent is left out for all."""
+    max_response_tokens: Count | None = None
+    """Of a response."""
+    pass_at: Annotated[tuple[Count, ...], Field(strict=False)] = ()
+    """The k for which pass@k is estimated."""
+    verifier: str | dict[str, float] | None = None
+    """As `reward.verifier`; its rewards go from 0 to 1."""
+
+
+HELD_OUT = ("sampled", "greedy")
+"""How held-out prompts are measured: at the rollout's settings, and greedily."""
+
+
 class EvaluationConfig(Section):
-    """Accuracy on fixed held-out prompts, sampled (one response at the rollout's settings) and greedy."""
+    """Accuracy during training and by `hacpo eval`, on held-out prompts and benchmarks."""
 
     every: CountOrZero = 0
     """Steps between evaluations; start and end are always evaluated."""
     prompts: CountOrZero = 1024
-    """Held-out prompts of a task, or at most so many of `path`; 0 evaluates nothing."""
+    """Held-out prompts of a task, or at most so many of `path`; 0: none."""
     path: str | None = None
-    """For `data.path`: a JSONL file of held-out prompts; without one nothing is evaluated."""
+    """Held-out prompts for `data.path`, in columns of the same names. They are measured as `sampled` (one
+    response at the rollout's settings) and `greedy`."""
+    split: str | None = None
+    """Of `path`, as `data.split`."""
+    benchmarks: dict[Name, BenchmarkConfig] = {}
+    """Further measurements by name; docs/evaluation.md."""
+    keep_responses: bool = False
+    """Also write the text of every response to the files of single problems."""
 
 
 class ChecksConfig(Section):
@@ -455,6 +538,17 @@ class RunConfig(Section):
     def path(self) -> Path:
         """The run's folder."""
         return Path(self.run.dir) / self.run.name
+
+    def longest(self, agent: str) -> int:
+        """Tokens of the longest sequence that an agent's engine may have to generate."""
+        benchmarks = (self.benchmark_tokens(name, agent) for name in self.evaluation.benchmarks)
+        return max(self.agents[agent].rollout.max_tokens, *benchmarks, 0)
+
+    def benchmark_tokens(self, name: str, agent: str) -> int:
+        """Tokens of the longest sequence of a benchmark."""
+        benchmark, rollout = self.evaluation.benchmarks[name], self.agents[agent].rollout
+        prompt = benchmark.max_prompt_tokens or rollout.max_prompt_tokens
+        return prompt + (benchmark.max_response_tokens or rollout.max_response_tokens)
 
     @property
     def names(self) -> list[str]:

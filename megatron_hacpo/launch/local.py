@@ -75,14 +75,16 @@ def lock_run(config: RunConfig) -> TextIO:
 def check_prompts(config: RunConfig, console: Console) -> None:
     """Load every tokenizer and render every prompt once, so that no process starts on what cannot work.
 
-    Raises ValueError as they do; says how many prompts are left out because some agent finds them too long.
+    Raises ValueError as they do; says what was left out, and how long an epoch is.
     """
-    from megatron_hacpo.inputs import load_tokenizers, open_prompts
+    from megatron_hacpo.evaluation.benchmark import open_benchmarks
+    from megatron_hacpo.inputs import Prompts, load_tokenizers
 
-    source = open_prompts(config, load_tokenizers(config))
-    for key, dropped in source.dropped().items():
-        if dropped:
-            console.print(f"{key}: {dropped} prompts longer than rollout.max_prompt_tokens are left out")
+    prompts = Prompts(config, load_tokenizers(config))
+    prompts.source()
+    open_benchmarks(config, prompts)
+    for remark in prompts.remarks:
+        console.print(remark, highlight=False, soft_wrap=True)
 
 
 def refuse_taken(config: RunConfig, *, overwrite: bool) -> None:
@@ -122,6 +124,8 @@ def _refuse_to_delete_inputs(config: RunConfig) -> None:
         f"agents.{name}.chat_template": agent.chat_template or "" for name, agent in config.agents.items()
     }
     inputs |= {"data.path": config.data.path or "", "evaluation.path": config.evaluation.path or ""}
+    benchmarks = config.evaluation.benchmarks.items()
+    inputs |= {f"evaluation.benchmarks.{name}.path": benchmark.path for name, benchmark in benchmarks}
     for key, value in inputs.items():
         if value and Path(value).resolve().is_relative_to(config.path.resolve()):
             raise ConfigError(

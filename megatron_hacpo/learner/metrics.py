@@ -1,9 +1,10 @@
 """What a step says about itself: the row of metrics.jsonl and a sample of its responses."""
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ from megatron_hacpo.learner.own import OwnRollouts
 from megatron_hacpo.learner.update import UpdateRecord
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.meter import Meter
+from megatron_hacpo.reward.base import Reason
 
 Metrics = dict[str, float | None]
 """By name; None where a value does not exist."""
@@ -57,7 +59,7 @@ class StepClock:
 
 
 def rollout_metrics(own: OwnRollouts) -> Metrics:
-    """Rewards and lengths of the own responses."""
+    """Rewards, failures of the verifier, and lengths of the own responses."""
     meter = Meter()
     for name in ("reward/mean", "response/length_mean", "response/truncated_fraction"):
         meter.add(name, 0.0, 0)
@@ -70,7 +72,14 @@ def rollout_metrics(own: OwnRollouts) -> Metrics:
         if block.log_probs.entropy is not None:
             meter.add("response/entropy", block.log_probs.entropy, int(block.counts.sum()))
     valid = sum(r.reward is not None for r in own.responses)
-    return {**meter.values(), "reward/count": valid, "reward/invalid": len(own.responses) - valid}
+    failed = Counter(r.failure for r in own.responses if r.failure is not None)
+    return {
+        **meter.values(),
+        "reward/count": valid,
+        "reward/invalid": len(own.responses) - valid,
+        "reward/failed": failed.total(),
+        **{f"reward/failed/{reason}": failed[reason] for reason in get_args(Reason)},
+    }
 
 
 def engine_gap(policy: Policy, own: OwnRollouts) -> Metrics:

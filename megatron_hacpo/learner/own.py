@@ -17,6 +17,7 @@ from megatron_hacpo.bridge.view import Dropped, own_view
 from megatron_hacpo.megatron.batching import MicroBatchPlan
 from megatron_hacpo.megatron.packing import TokenSequence
 from megatron_hacpo.megatron.policy import LogProbs, Policy
+from megatron_hacpo.reward.base import Reason
 from megatron_hacpo.rollout.base import Response
 
 
@@ -24,6 +25,7 @@ class OwnResponse(msgspec.Struct, frozen=True, kw_only=True):
     """A sampled response as the leader tells it to its ranks.
 
     token_ids: int32 bytes. log_probs: float32 bytes, the engine's. reward: None = no valid reward.
+    failure: why the verifier failed on it.
     """
 
     token_ids: bytes
@@ -32,6 +34,7 @@ class OwnResponse(msgspec.Struct, frozen=True, kw_only=True):
     text: str
     valid_text: bool
     reward: float | None
+    failure: Reason | None = None
 
     @property
     def length(self) -> int:

@@ -37,12 +37,15 @@ class Verifier:
 
     needs_stop: a response that was cut at the token limit gets the lowest reward; `check` does not see it.
     warm_up: (text, answer) pairs that are checked once when a pool starts, to load what is loaded late.
+    answer: the answer in a response's text, in one notation, or None without one; it never raises and takes
+    linear time. Equal ones have equal rewards, but not all that `check` finds equal are written alike.
     """
 
     name: str
     check: Check
     needs_stop: bool = False
     warm_up: tuple[tuple[str, str], ...] = ()
+    answer: Callable[[str], str | None] | None = None
 
 
 class Outcome(msgspec.Struct, frozen=True):

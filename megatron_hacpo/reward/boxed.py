@@ -33,8 +33,12 @@ def _boxed(text: str, answer: str) -> float:
     truth = normalise(answer if box is None else box)
     if not truth:
         raise BadGroundTruth(f"nothing is left of {answer[:80]!r}")
+    return float(_answer(text) == truth)
+
+
+def _answer(text: str) -> str | None:
     box = last_box(text)
-    return float(box is not None and normalise(box) == truth)
+    return None if box is None else normalise(box)
 
 
 def normalise(text: str) -> str:
@@ -45,5 +49,5 @@ def normalise(text: str) -> str:
     return text
 
 
-BOXED = Verifier("boxed", _boxed)
+BOXED = Verifier("boxed", _boxed, answer=_answer)
 """1 when the last box is the ground truth as a normalised string, else 0; no box is no answer."""

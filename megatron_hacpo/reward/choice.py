@@ -14,11 +14,15 @@ def _choice(text: str, answer: str) -> float:
     right = letter(answer)
     if right is None:
         raise BadGroundTruth(f"{answer[:80]!r} is not a letter")
+    return float(_answer(text) == right)
+
+
+def _answer(text: str) -> str | None:
     box = last_box(text)
     if box is not None:
-        return float(letter(box) == right)
+        return letter(box)
     stated = _STATED.findall(to_ascii(text))
-    return float(bool(stated) and stated[-1] == right)
+    return stated[-1] if stated else None
 
 
 def letter(text: str) -> str | None:
@@ -27,5 +31,5 @@ def letter(text: str) -> str | None:
     return match[1].upper() if match else None
 
 
-CHOICE = Verifier("choice", _choice)
+CHOICE = Verifier("choice", _choice, answer=_answer)
 """1 when the chosen letter is the right one, else 0."""

@@ -32,11 +32,15 @@ _EXPRESSION = re.compile(
 
 def _score(text: str, answer: str) -> float:
     score, entry = _entry(answer)
-    tagged = text.rpartition("</answer>")[0].rpartition("<answer>")
-    found = tagged[2].strip() if tagged[1] else last_box(text)
+    found = _answer(text)
     if not found or not _harmless(found, entry["metadata"]["source_dataset"]):
         return 0.0
     return score(found, entry)
+
+
+def _answer(text: str) -> str | None:
+    tagged = text.rpartition("</answer>")[0].rpartition("<answer>")
+    return tagged[2].strip() if tagged[1] else last_box(text)
 
 
 def _harmless(answer: str, data_set: str) -> bool:
@@ -59,5 +63,5 @@ def _entry(answer: str) -> tuple[Callable[[str, dict[str, Any]], float], dict[st
     return score, entry
 
 
-REASONING_GYM = Verifier("reasoning_gym", _score)
+REASONING_GYM = Verifier("reasoning_gym", _score, answer=_answer)
 """The score that the entry's data set gives the answer, from 0 to 1."""

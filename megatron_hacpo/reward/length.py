@@ -20,14 +20,16 @@ def of_truncated(policy: Truncated, *, needs_stop: bool, lowest: float) -> Outco
     return Outcome(lowest) if policy == "zero" or needs_stop else None
 
 
-def soft_length_penalty(lengths: np.ndarray, *, limit: int, buffer: int, penalty: float = 1.0) -> np.ndarray:
-    """What to add to the rewards of long responses: 0, falling to -penalty over the last `buffer` tokens.
+def less_overlong(
+    rewards: np.ndarray, lengths: np.ndarray, *, limit: int, buffer: int, penalty: float, lowest: float
+) -> np.ndarray:
+    """Rewards without what responses lose that come near the limit (the soft overlong punishment of DAPO).
 
-    lengths: int [responses], tokens. limit: of one response, in tokens. Up to limit - buffer nothing is taken
-    away, from the limit on the whole penalty, and in between linearly more. Returns float64 [responses].
-    Add it where rewards are shaped: capability is measured on rewards without it.
+    rewards: float64 [responses], NaN stays. lengths: int [responses], tokens. limit: of one response. Up to
+    limit - buffer nothing is taken away, at the limit the whole penalty, and in between linearly more. No
+    reward falls below the lowest one, as capabilities are ratios of mean rewards. Returns float64
+    [responses].
     """
     assert 0 < buffer <= limit
-    assert penalty >= 0.0
-    over = np.asarray(lengths, dtype=np.float64) - (limit - buffer)
-    return -penalty * np.clip(over / buffer, 0.0, 1.0) + 0.0  # + 0.0: no negative zeros
+    over = np.clip((lengths - (limit - buffer)) / buffer, 0.0, 1.0)
+    return np.maximum(rewards - penalty * over, lowest)

@@ -26,9 +26,7 @@ from megatron_hacpo.reward.notation import clean, decide, number, words
 LONGEST = 1000
 """Characters of the longest box that is an answer."""
 
-_OPERATORS = re.compile(
-    r"\\(?:sum|prod|i*int|oint|lim|variable|operatorname|d?det|gcd|lcm|xrightarrow)(?![a-z])"
-)
+_OPERATORS = re.compile(r"\\(?:sum|prod|i*int|oint|lim|operatorname|variable)(?![a-z])")
 
 _JUXTAPOSED = re.compile(r"(?<![\w.^])\d(?:[\d.,]*\d)? \d")
 """Two numbers beside each other, which math-verify adds."""
@@ -49,8 +47,20 @@ def _boxed(text: str, answer: str) -> float:
 
 def _boxed_or_number(text: str, answer: str) -> float:
     truth, parsed = _ground_truth(answer)
+    return float(_equal(_box_or_number(text), truth, parsed))
+
+
+def _box_or_number(text: str) -> str | None:
     box = last_box(text)
-    return float(_equal(last_number(text) if box is None else box, truth, parsed))
+    return last_number(text) if box is None else box
+
+
+def _in_one_notation(answer: str | None) -> str | None:
+    """Numbers as exact fractions, all else as cleaned text; None for what is no answer."""
+    if answer is None or len(answer) > LONGEST or not (answer := clean(answer)):
+        return None
+    value = number(answer)
+    return answer if value is None else str(value)
 
 
 def _equal(answer: str | None, truth: str, parsed_truth: Any) -> bool:
@@ -106,8 +116,13 @@ _WARM_UP = (
 )
 """Load what sympy loads late, and teach the grammar's cache its usual paths."""
 
-MATH = Verifier("math", _boxed, warm_up=_WARM_UP)
+MATH = Verifier("math", _boxed, warm_up=_WARM_UP, answer=lambda text: _in_one_notation(last_box(text)))
 """1 when the last box equals the ground truth, else 0; no box is no answer."""
 
-MATH_NUMBER = Verifier("math_number", _boxed_or_number, warm_up=_WARM_UP)
+MATH_NUMBER = Verifier(
+    "math_number",
+    _boxed_or_number,
+    warm_up=_WARM_UP,
+    answer=lambda text: _in_one_notation(_box_or_number(text)),
+)
 """As `MATH`; without a box the last number of the response is the answer."""

@@ -49,6 +49,7 @@ def get_verifier(spec: str | Mapping[str, float]) -> Verifier:
         check=_Sum(parts),
         needs_stop=any(part.needs_stop for _, part in parts),
         warm_up=tuple(pair for _, part in parts for pair in part.warm_up),
+        answer=next((part.answer for _, part in parts if part.answer is not None), None),
     )
 
 

@@ -36,13 +36,13 @@ from megatron_hacpo.reward.handle import Handle, Job, resident
 from megatron_hacpo.reward.registry import Spec, get_verifier
 from megatron_hacpo.reward.worker import serve
 
-TICK = 0.02
+TICK = 0.01
 """Seconds between looks at the busy workers' clocks and memory."""
 
 FAR_MORE = 8
 """Times the usual processor time, after which a response lets others go first."""
 
-LEAST_PATIENCE = 0.05
+LEAST_PATIENCE = 0.03
 """Seconds of processor time that it gets before that in any case."""
 
 WAITING_SHARE = 0.1
@@ -51,8 +51,11 @@ WAITING_SHARE = 0.1
 LEAST_SHARE = 0.1
 """Of the deadline, in processor time: what a response that wants to run gets in any case."""
 
-ASIDE_PER_WORKER = 8
+ASIDE_PER_WORKER = 16
 """Workers that may be set aside, for each ordinary one; beyond that, responses wait for a deadline."""
+
+SPARES = 4
+"""Idle workers that are kept, for each ordinary one: a new one has to learn what sympy remembers."""
 
 LEAST_ROOM = 64 << 20
 """Bytes that the cap has to leave to a response beside the verifier itself."""
@@ -88,7 +91,7 @@ class _Supervisor:
         self._busy: list[Handle] = []
         self._replies: list[bytes] = []
         self._collecting = False
-        self._patience = 2 * LEAST_PATIENCE
+        self._patience = 0.15
 
     def run(self) -> None:
         """Until the trainer is gone."""
@@ -139,7 +142,7 @@ class _Supervisor:
         worker.job = None
         if worker.still is not None:  # it replied just before it was stopped
             worker.go_on(time.monotonic())
-        if reply[0] or len(self._idle) == self._settings.workers:
+        if reply[0] or len(self._idle) == SPARES * self._settings.workers:
             worker.bury()
         else:
             self._idle.append(worker)
@@ -147,7 +150,7 @@ class _Supervisor:
     def _learn(self, used: float) -> None:
         """Follow the usual processor time of a response; a long one counts as little more than usual."""
         wanted = FAR_MORE * min(used, self._patience)
-        self._patience = max(LEAST_PATIENCE, 0.95 * self._patience + 0.05 * wanted)
+        self._patience = max(LEAST_PATIENCE, 0.98 * self._patience + 0.02 * wanted)
 
     def _look(self, now: float) -> None:
         """End workers that are past deadline or memory; set aside, stop and wake those that take long."""

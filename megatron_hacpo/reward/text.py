@@ -14,8 +14,12 @@ def _match(text: str, answer: str) -> float:
     truth = _fold(answer)
     if not truth:
         raise BadGroundTruth(f"nothing is left of {answer[:80]!r}")
+    return float(_answer(text) == truth)
+
+
+def _answer(text: str) -> str:
     box = last_box(text)
-    return float(_fold(text if box is None else box) == truth)
+    return _fold(text if box is None else box)
 
 
 def _fold(text: str) -> str:
@@ -34,9 +38,9 @@ def _is_punctuation(character: str) -> bool:
     return character.isspace() or (character not in "-+" and unicodedata.category(character)[0] == "P")
 
 
-EXACT = Verifier("exact", _exact, needs_stop=True)
+EXACT = Verifier("exact", _exact, needs_stop=True, answer=str)
 """1 when the response stopped and its text is the answer to the character, else 0."""
 
-MATCH = Verifier("match", _match)
+MATCH = Verifier("match", _match, answer=_answer)
 """1 when the last box, or without one the whole response, is the answer but for case, white space, and
 punctuation at the ends; else 0."""

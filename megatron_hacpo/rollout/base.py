@@ -1,6 +1,6 @@
 """The interface between the training loop and whatever generates responses."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -47,11 +47,24 @@ class Response:
         assert self.token_ids.shape == self.log_probs.shape
 
 
+OnResponse = Callable[[int, Response], None]
+"""Told of a complete response: its place in the prompt-major order, and the response."""
+
+
+def ignore(index: int, response: Response) -> None:
+    """For those who wait for all responses."""
+
+
 class Engine(Protocol):
     """Generates responses with the newest weights it was given; lives in one process."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response]:
-        """`responses_per_prompt` responses per prompt, prompt-major: prompt 0's responses first."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response]:
+        """`responses_per_prompt` responses per prompt, prompt-major: prompt 0's responses first.
+
+        on_response: called by this thread once for each response, as soon as it is complete, so in any order.
+        """
         ...
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -73,10 +86,12 @@ class RolloutLost(RuntimeError):  # noqa: N818 - reads as what happened
 class Rollout(Protocol):
     """How an agent's ranks generate, whatever does it. Every method is a collective of the agent's world."""
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response] | None:
         """The leader's prompts are answered as `Engine.generate` does; None on the other ranks.
 
-        Raises RolloutLost, on every rank alike.
+        on_response: as there, of the leader alone. Raises RolloutLost, on every rank alike.
         """
         ...
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from megatron_hacpo.rollout.base import Engine, Response, Sampling, finite
+from megatron_hacpo.rollout.base import Engine, OnResponse, Response, Sampling, finite, ignore
 
 
 class EmbeddedRollout:
@@ -17,8 +17,12 @@ class EmbeddedRollout:
         self._engine = engine
         self._weights = weights
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
-        return None if self._engine is None else self._engine.generate(prompts, sampling)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response] | None:
+        if self._engine is None:
+            return None
+        return self._engine.generate(prompts, sampling, on_response=on_response)
 
     def sync_weights(self, version: int) -> None:
         stream = finite(self._weights(), version)

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from megatron_hacpo.hf.read import is_checkpoint
-from megatron_hacpo.rollout.base import FinishReason, Response, Sampling
+from megatron_hacpo.rollout.base import FinishReason, OnResponse, Response, Sampling, ignore
 from megatron_hacpo.rollout.sampler import sample
 
 # Finished rows leave the batch when at least this share of it has finished: leaving copies the cache once.
@@ -63,9 +63,12 @@ class LocalEngine:
             )
         self._stop_ids = torch.tensor(sorted(set(stop_ids)), device=self._device)
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response]:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response]:
         """`responses_per_prompt` responses per prompt, prompt-major: prompt 0's responses first.
 
+        on_response: called by this thread once for each response, as soon as it is complete, so in any order.
         Raises ValueError for a prompt that is empty, holds an id outside the vocabulary or leaves no room for
         `max_tokens`; RuntimeError when the weights are incomplete (a failed `update_weights`) or not finite.
         """
@@ -76,11 +79,15 @@ class LocalEngine:
         self._check_prompts(prompts, sampling.max_tokens)
         generator = torch.Generator().manual_seed(sampling.seed)
         per_batch = max(1, self._max_batch_responses // sampling.responses_per_prompt)
-        responses: list[Response] = []
+        responses: dict[int, Response] = {}
         with torch.no_grad():
             for start in range(0, len(prompts), per_batch):
-                responses += self._generate_batch(prompts[start : start + per_batch], sampling, generator)
-        return responses
+                batch = self._generate_batch(prompts[start : start + per_batch], sampling, generator)
+                for row, response in batch:
+                    index = start * sampling.responses_per_prompt + row
+                    responses[index] = response
+                    on_response(index, response)
+        return [responses[index] for index in range(len(responses))]
 
     def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
         """Copies the streamed (Hugging Face name, full tensor) pairs in place, cast to the model's dtype.
@@ -132,14 +139,15 @@ class LocalEngine:
 
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator
-    ) -> list[Response]:
+    ) -> Iterator[tuple[int, Response]]:
+        """Each response as soon as it is complete, with its place in the batch."""
         group, max_tokens = sampling.responses_per_prompt, sampling.max_tokens
         count = len(prompts) * group
         # float64 on the CPU, one row per response: the same draws on every device and for every batch size.
         uniforms = torch.rand(count, max_tokens, generator=generator, dtype=torch.float64).to(self._device)
         tokens = torch.zeros(count, max_tokens, dtype=torch.long, device=self._device)
         log_probs = torch.zeros(count, max_tokens, device=self._device)
-        lengths = torch.zeros(count, dtype=torch.long, device=self._device)  # 0: not stopped yet
+        running = torch.ones(count, dtype=torch.bool, device=self._device)
 
         ids, mask = _left_pad(prompts, self._device)
         cache = DynamicCache(config=self._model.config)
@@ -154,18 +162,20 @@ class LocalEngine:
             token, log_prob = sample(logits, uniforms[rows, t], sampling)
             tokens[rows, t] = token
             log_probs[rows, t] = log_prob
-            stopped = torch.isin(token, self._stop_ids) & (lengths[rows] == 0)
-            lengths[rows[stopped]] = t + 1
-            running = (lengths[rows] == 0).nonzero().squeeze(1)
-            if len(running) == 0 or t + 1 == max_tokens:
+            stopped = rows[torch.isin(token, self._stop_ids) & running[rows]]
+            running[stopped] = False
+            if len(stopped) > 0:
+                yield from self._completed(stopped, tokens[:, : t + 1], log_probs[:, : t + 1], "stop")
+            left = running[rows].nonzero().squeeze(1)
+            if len(left) == 0 or t + 1 == max_tokens:
                 break
-            if len(running) <= (1 - _COMPACT_SHARE) * len(rows):
-                rows, token, mask, position = rows[running], token[running], mask[running], position[running]
-                cache.batch_select_indices(running)
+            if len(left) <= (1 - _COMPACT_SHARE) * len(rows):
+                rows, token, mask, position = rows[left], token[left], mask[left], position[left]
+                cache.batch_select_indices(left)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             position = position + 1
             logits = self._forward(token[:, None], mask, position, cache)
-        return self._collect(tokens, log_probs, lengths)
+        yield from self._completed(rows[left], tokens, log_probs, "length")
 
     def _forward(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
@@ -181,21 +191,18 @@ class LocalEngine:
         )
         return output.logits[:, -1]
 
-    def _collect(
-        self, tokens: torch.Tensor, log_probs: torch.Tensor, lengths: torch.Tensor
-    ) -> list[Response]:
-        token_rows = tokens.to("cpu", torch.int32).numpy()
-        log_prob_rows = log_probs.cpu().numpy()
+    def _completed(
+        self, rows: torch.Tensor, tokens: torch.Tensor, log_probs: torch.Tensor, reason: FinishReason
+    ) -> Iterator[tuple[int, Response]]:
+        """The responses of these rows, which have all columns of tokens and log-probs."""
+        token_rows = tokens[rows].to("cpu", torch.int32).numpy()
+        log_prob_rows = log_probs[rows].cpu().numpy()
         if not np.isfinite(log_prob_rows).all():
             raise RuntimeError(
                 f"log-probs are not finite: the weights of version {self.weights_version} are broken"
             )
-        responses = []
-        for row, length in enumerate(lengths.tolist()):
-            end = length or token_rows.shape[1]
-            reason: FinishReason = "stop" if length else "length"
-            responses.append(Response(token_rows[row, :end], log_prob_rows[row, :end], reason))
-        return responses
+        for row, token_row, log_prob_row in zip(rows.tolist(), token_rows, log_prob_rows, strict=True):
+            yield row, Response(token_row, log_prob_row, reason)
 
 
 def _load(model_dir: Path, dtype: torch.dtype, trust_remote_code: bool) -> Any:

@@ -8,6 +8,10 @@ import aiohttp
 
 from megatron_hacpo.rollout.sglang.versions import unsupported
 
+REUSED_SECONDS = 1.0
+"""How long an idle connection is used again. SGLang closes one after five seconds, and a request that is on
+its way then looks as if the server had died."""
+
 CONTROL_SECONDS = 300.0
 """For requests that a healthy server answers at once or after a weight bucket."""
 
@@ -89,9 +93,8 @@ class ServerClient:
         """Raises ServerGone without an answer, ServerError for one that is not 200."""
         if self._session is None:
             headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
-            self._session = aiohttp.ClientSession(
-                headers=headers, connector=aiohttp.TCPConnector(limit=0), trust_env=False
-            )
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=REUSED_SECONDS)
+            self._session = aiohttp.ClientSession(headers=headers, connector=connector, trust_env=False)
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._session.request(method, self.url + path, json=body, timeout=timeout) as answer:

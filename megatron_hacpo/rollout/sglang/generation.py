@@ -5,6 +5,7 @@ import math
 import secrets
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ class Generation:
 
     Requests wait here until a server has room for one more; the least busy one gets the next. A request whose
     server dies or hangs goes to another one. Each response is there exactly once at the end.
+
+    completed: gets each of them as soon as it is there, with its place in the prompt-major order; for another
+    thread to read.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Generation:
         self._request = sampling_params(sampling, stop_ids)
         self._name = secrets.token_hex(4)
         count = len(prompts) * sampling.responses_per_prompt
+        self.completed: SimpleQueue[tuple[int, Response] | None] = SimpleQueue()
         self._responses: list[Response | None] = [None] * count
         self._waiting = deque(range(count))
         self._attempts: Counter[int] = Counter()
@@ -115,19 +120,21 @@ class Generation:
     async def _ask(self, member: Member, index: int) -> None:
         """One request. What comes back is a response, or the request waits again."""
         prompt = self._prompts[index // self._sampling.responses_per_prompt]
-        incarnation = member.incarnation
+        client, incarnation = member.client, member.incarnation
         rid = f"{self._name}-{index:08d}-{self._attempts[index]:02d}"
         self._attempts[index] += 1
         try:
-            answer = await member.client.generate(rid, list(prompt), self._request)
-            self._responses[index] = response_of(
-                answer, self._sampling, stop_ids=self._stop_ids, version=self._version
-            )
-        except ServerGone as error:
-            self._waiting.appendleft(index)
-            await self._members.fail(member, str(error), incarnation)
+            answer = await client.generate(rid, list(prompt), self._request)
+            response = response_of(answer, self._sampling, stop_ids=self._stop_ids, version=self._version)
+            self._responses[index] = response
+            self.completed.put((index, response))
         except ServerError as error:
+            # A connection may be lost without its server.
+            lost = isinstance(error, ServerGone) and not await client.healthy(self._hang_seconds)
             self._waiting.append(index)
+            if lost:
+                await self._members.fail(member, str(error), incarnation)
+                return
             self._refusals[index] += 1
             if self._refusals[index] == ATTEMPTS:
                 raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Sequence
 
-from megatron_hacpo.rollout.base import Response, RolloutLost, Sampling
+from megatron_hacpo.rollout.base import OnResponse, Response, RolloutLost, Sampling, ignore
 from megatron_hacpo.rollout.sglang.generation import Generation
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members
-from megatron_hacpo.rollout.sglang.sync import Ranks, SyncFailed, WeightSync
+from megatron_hacpo.rollout.sglang.sync import Ranks, Sync, SyncFailed
 from megatron_hacpo.rollout.sglang.turns import Turns
 
 _DONE, _SYNC = b"done", b"sync"
@@ -20,7 +20,7 @@ class SGLangRollout:
     def __init__(
         self,
         ranks: Ranks,
-        sync: WeightSync,
+        sync: Sync,
         turns: Turns | None,
         members: Members | None,
         loop: LoopThread | None,
@@ -41,7 +41,9 @@ class SGLangRollout:
         self._hang_seconds = hang_seconds
         self._version = 0
 
-    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Response] | None:
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response] | None:
         """Raises RolloutLost, on every rank, when all servers are lost; RuntimeError, on the leader, when one
         answers what cannot be used."""
         if self._members is None or self._loop is None:
@@ -63,7 +65,7 @@ class SGLangRollout:
             hang_seconds=self._hang_seconds,
         )
         try:
-            while (responses := self._loop.run(batch.advance())) is None:
+            while (responses := _advance(batch, self._loop, on_response)) is None:
                 self._ranks.broadcast(_SYNC)
                 self._give_weights(self._members.of("stale"))
         except RolloutLost as error:
@@ -118,6 +120,18 @@ class SGLangRollout:
         for member in tried:
             if member.number in failed.reasons:
                 self._loop.run(self._members.fail(member, failed.reasons[member.number]))
+
+
+def _advance(batch: Generation, loop: LoopThread, on_response: OnResponse) -> list[Response] | None:
+    """`Generation.advance` in the loop, while this thread hands out what is completed."""
+    advanced = loop.start(batch.advance())
+    advanced.add_done_callback(lambda _: batch.completed.put(None))
+    try:
+        while (item := batch.completed.get()) is not None:
+            on_response(*item)
+    finally:
+        advanced.cancel()  # where `on_response` raised; one that is done stays as it is
+    return advanced.result()
 
 
 def _target(member: Member) -> tuple[int, int, int, str, str | None]:

@@ -17,7 +17,7 @@ from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members, Memory
 from megatron_hacpo.rollout.sglang.rollout import SGLangRollout
 from megatron_hacpo.rollout.sglang.server import ManagedServer, ServerSpec, new_key
-from megatron_hacpo.rollout.sglang.sync import ExpectedWeights, Ranks, WeightSync
+from megatron_hacpo.rollout.sglang.sync import ExpectedWeights, OwnWeights, Ranks, WeightSync
 from megatron_hacpo.rollout.sglang.transports import (
     DiskTransport,
     DistributedTransport,
@@ -42,6 +42,7 @@ def open_rollout(
     weights: Callable[[], Iterator[tuple[str, torch.Tensor]]],
     hf_config: Any,
     stop_ids: tuple[int, ...],
+    context: int,
     run_dir: Path,
     seed: int,
     warn: Callable[[str], None],
@@ -49,9 +50,9 @@ def open_rollout(
 ) -> SGLangRollout:
     """Start or find the servers of agent `name`; a collective of its ranks.
 
-    weights: this pipeline stage's (Hugging Face name, full tensor). run_dir: gets the servers' logs and, with
-    the transport `disk`, weights. warn: told in one line of servers that are lost or come back. trainer: of
-    whose memory colocated servers have the use.
+    weights: this pipeline stage's (Hugging Face name, full tensor). context: tokens of the longest sequence.
+    run_dir: gets the servers' logs and, with the transport `disk`, weights. warn: told in one line of servers
+    that are lost or come back. trainer: of whose memory colocated servers have the use.
     Raises ValueError for servers that are not what the configuration says, RuntimeError for one that does not
     start.
     """
@@ -59,18 +60,7 @@ def open_rollout(
     members = loop = None
     if ranks.is_leader:
         loop = LoopThread()
-        members = Members(
-            _members(name, settings, run_dir, seed, device),
-            start_seconds=60.0 * sglang.start_minutes,
-            warn=warn,
-        )
-        try:
-            loop.run(members.start_all())
-            for member in members.all:
-                loop.run(_check(member, settings))
-        except BaseException:
-            loop.run(members.close())
-            raise
+        members = _start(name, settings, context, run_dir, seed, device, warn, loop)
     sync = WeightSync(
         ranks,
         weights,
@@ -94,6 +84,62 @@ def open_rollout(
         max_concurrent=sglang.max_concurrent,
         hang_seconds=sglang.hang_seconds,
     )
+
+
+def open_engine(
+    name: str,
+    settings: AgentConfig,
+    *,
+    ranks: Ranks,
+    device: torch.device,
+    stop_ids: tuple[int, ...],
+    context: int,
+    run_dir: Path,
+    warn: Callable[[str], None],
+) -> SGLangRollout:
+    """As `open_rollout`, of servers that generate with the weights of their own folder; ranks: one."""
+    sglang = settings.rollout.sglang
+    loop = LoopThread()
+    members = _start(name, settings, context, run_dir, 0, device, warn, loop)
+    rollout = SGLangRollout(
+        ranks,
+        OwnWeights(),
+        None,
+        members,
+        loop,
+        stop_ids=stop_ids,
+        max_concurrent=sglang.max_concurrent,
+        hang_seconds=sglang.hang_seconds,
+    )
+    rollout.sync_weights(0)
+    return rollout
+
+
+def _start(
+    name: str,
+    settings: AgentConfig,
+    context: int,
+    run_dir: Path,
+    seed: int,
+    device: torch.device,
+    warn: Callable[[str], None],
+    loop: LoopThread,
+) -> Members:
+    """All servers of an agent, answering and looked over."""
+    needed = context + CONTEXT_MARGIN
+    members = Members(
+        _members(name, settings, needed, run_dir, seed, device),
+        start_seconds=60.0 * settings.rollout.sglang.start_minutes,
+        warn=warn,
+    )
+    try:
+        loop.run(members.start_all())
+        for member in members.all:
+            loop.run(_check(member, settings, needed))
+    except BaseException:
+        loop.run(members.close())
+        raise
+    return members
 
 
 def _turns(trainer: Trainer, ranks: Ranks, members: Members | None, loop: LoopThread | None) -> Turns:
@@ -129,7 +175,7 @@ def _servers_torch(python: str | None) -> str:
 
 
 def _members(
-    name: str, settings: AgentConfig, run_dir: Path, seed: int, device: torch.device
+    name: str, settings: AgentConfig, context: int, run_dir: Path, seed: int, device: torch.device
 ) -> list[Member]:
     sglang = settings.rollout.sglang
     if sglang.addresses:
@@ -148,7 +194,7 @@ def _members(
             dtype=settings.dtype,
             tensor=sglang.tensor,
             host=sglang.host,
-            context=settings.rollout.max_tokens + CONTEXT_MARGIN,
+            context=context,
             max_concurrent=sglang.max_concurrent,
             cache_tokens=sglang.cache_tokens,
             memory_fraction=sglang.memory_fraction,
@@ -177,7 +223,7 @@ def _managed(name: str, number: int, spec: ServerSpec, run_dir: Path, restarts: 
     )
 
 
-async def _check(member: Member, settings: AgentConfig) -> None:
+async def _check(member: Member, settings: AgentConfig, needed: int) -> None:
     """ValueError unless the server is one that this agent can use."""
     try:
         said = await member.client.info()
@@ -193,11 +239,10 @@ async def _check(member: Member, settings: AgentConfig) -> None:
         raise ValueError(
             f"{where} computes in {said.dtype}, the agent in {settings.dtype}; start it with that"
         )
-    needed = settings.rollout.max_tokens + CONTEXT_MARGIN
     if said.context_length < needed:
         raise ValueError(
             f"{where} has a context of {said.context_length} tokens, sequences need {needed} "
-            f"(max_prompt_tokens + max_response_tokens + {CONTEXT_MARGIN}); start it with more"
+            f"(the longest of rollouts and benchmarks + {CONTEXT_MARGIN}); start it with more"
         )
 
 

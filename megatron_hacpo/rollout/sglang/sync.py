@@ -57,6 +57,45 @@ class ExpectedWeights:
     dtype: torch.dtype
 
 
+Servers = Sequence[tuple[int, int, int, str, str | None]]
+"""(number, incarnation, ranks, url, key) of each."""
+
+
+class Sync(Protocol):
+    def update(self, targets: Servers, version: int) -> None:
+        """Have the servers generate with the weights `version`. Raises SyncFailed if some did not answer."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class OwnWeights:
+    """Servers that keep the weights of their folder and only learn how they are called."""
+
+    def __init__(self) -> None:
+        self._loop = LoopThread()
+
+    def update(self, targets: Servers, version: int) -> None:
+        failed = {}
+        for number, _, _, url, key in targets:
+            try:
+                self._loop.run(_call(ServerClient(url, key), str(version)))
+            except ServerError as error:
+                failed[number] = str(error)
+        if failed:
+            raise SyncFailed(failed)
+
+    def close(self) -> None:
+        self._loop.close()
+
+
+async def _call(client: ServerClient, version: str) -> None:
+    try:
+        await client.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
+    finally:
+        await client.close()
+
+
 class WeightSync:
     """Every rank of an agent has one; `update` is a collective of the world."""
 
@@ -83,10 +122,10 @@ class WeightSync:
         self._clients: dict[str, ServerClient] = {}
         self._checked = False
 
-    def update(self, targets: Sequence[tuple[int, int, int, str, str | None]], version: int) -> None:
+    def update(self, targets: Servers, version: int) -> None:
         """Give the servers the current weights and let them generate.
 
-        targets: (number, incarnation, ranks, url, key) of each, on the leader; the others' is ignored.
+        targets: on the leader; the others' is ignored.
         Raises, on every rank alike, SyncFailed if servers did not answer or refused; RuntimeError, naming the
         tensor, if weights are not finite, are not those of the model, or did not arrive.
         """

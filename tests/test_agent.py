@@ -1,0 +1,92 @@
+"""How an agent has its responses scored while others are still being generated."""
+
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from learner_steps import pair_config
+
+from megatron_hacpo.agent import Agent
+from megatron_hacpo.bridge.tokenizer import AgentTokenizer
+from megatron_hacpo.data.prompts import Prompt
+from megatron_hacpo.reward.pool import RewardPool
+from megatron_hacpo.rollout.base import OnResponse, Response, Sampling
+
+CONFIG = pair_config()  # four responses per prompt
+TOKENIZER = AgentTokenizer.load(CONFIG.agents["A"].model)
+ANSWERS = ["(+1)", "(-22)", "(+333)"]
+PROMPTS = [
+    Prompt(f"p{place}", ({"role": "user", "content": "C12="},), answer)
+    for place, answer in enumerate([*ANSWERS[:2], None])  # the last one's responses cannot be scored
+]
+
+
+def response(text: str, *, stops: bool = True) -> Response:
+    ids = [*TOKENIZER.encode_response(text).tolist(), *([TOKENIZER.stop_id] if stops else [])]
+    return Response(np.array(ids, np.int32), np.zeros(len(ids), np.float32), "stop" if stops else "length")
+
+
+RESPONSES = [
+    response(text, stops=stops)
+    for _ in PROMPTS
+    for text, stops in zip([*ANSWERS, ANSWERS[0]], [True, True, True, False], strict=True)
+]
+
+
+class Told:
+    """A rollout that reports given responses from the last to the first."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse
+    ) -> list[Response]:
+        assert len(prompts) * sampling.responses_per_prompt == len(RESPONSES)
+        for index in reversed(range(len(RESPONSES))):
+            on_response(index, RESPONSES[index])
+        return RESPONSES
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    with RewardPool("exact", workers=1) as pool:
+        yield Agent(
+            config=CONFIG,
+            name="A",
+            index=0,
+            sources=["A"],
+            world=SimpleNamespace(broadcast=lambda payload: payload),
+            tokenizer=TOKENIZER,
+            source=None,
+            benchmarks=[],
+            verifier=pool,
+            policy=None,
+            exchange=None,
+            rollout=Told(),
+            writer=None,
+            tracker=None,
+            window=None,
+        )
+
+
+def test_rewards_are_those_of_scoring_afterwards(agent: Agent) -> None:
+    scored = agent.score(agent.generate(PROMPTS, step=1))
+    texts = [r.text for r in scored.responses]
+    assert texts == [*ANSWERS, ANSWERS[0]] * 3
+    expected = agent.verifier.score(PROMPTS, texts, [r.finish_reason for r in RESPONSES])
+    np.testing.assert_equal(
+        [np.nan if r.reward is None else r.reward for r in scored.responses], expected.rewards
+    )
+    assert [r.reward for r in scored.responses] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 0.0, *[None] * 3, 0.0]
+    assert [r.failure for r in scored.responses] == [None] * 8 + ["ground_truth"] * 3 + [None]
+
+
+def test_each_response_is_decoded_once(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    decode, decoded = AgentTokenizer.decode_response, []
+
+    def counted(self: AgentTokenizer, ids: np.ndarray) -> tuple[str, bool]:
+        decoded.append(ids)
+        return decode(self, ids)
+
+    monkeypatch.setattr(AgentTokenizer, "decode_response", counted)
+    agent.score(agent.generate(PROMPTS, step=1))
+    assert len(decoded) == len(RESPONSES)
