@@ -14,6 +14,8 @@ import torch
 from learner_steps import ROOT
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron_hacpo.data import rule_task
+from megatron_hacpo.data.read import write_jsonl
 from megatron_hacpo.megatron.convert import hf_to_megatron
 from megatron_hacpo.megatron.runtime import Layout
 
@@ -124,6 +126,26 @@ def test_run_leaves_everything_it_promises(pair: Path) -> None:
         assert list((pair / agent / "tensorboard").glob("events.*"))
         assert (pair / "step_3" / "pool" / agent).is_file()
         assert (pair / "logs" / f"{agent}.rank0.log").is_file()
+
+
+def test_benchmarks_are_measured_during_training(runs: Path) -> None:
+    held_out = runs / "held_out.jsonl"
+    write_jsonl(rule_task.held_out(8), held_out)
+    benchmark = f"{{path: {held_out}, samples: 2, temperature: 1.0, pass_at: [2], verifier: boxed}}"
+    settings = ["evaluation.prompts=4", f"evaluation.benchmarks.mine={benchmark}", "run.steps=1"]
+    run = launch(runs, "measured", *settings, "reward.overlong_buffer=4", "evaluation.keep_responses=true")
+    for agent in "AB":
+        start, end = rows(run, agent, "eval.jsonl")
+        assert (start["step"], end["step"]) == (0, 1)
+        assert start.keys() >= {"sampled", "greedy/ci95", "mine/avg@2", "mine/pass@2", "mine/maj@2"}
+        assert start["mine/avg@2"] == 0.0  # there are no boxes
+        assert start["mine/no_answer"] == 1.0
+        problems = rows(run, agent, "eval/step_1/mine.jsonl")
+        assert [problem["id"] for problem in problems] == [p.id for p in rule_task.held_out(8)]
+        assert all(len(problem["responses"]) == 2 for problem in problems)
+        (row,) = rows(run, agent)
+        assert row["reward/count"] == 32
+        assert row["epochs"] is None
 
 
 def test_training_from_converted_checkpoints_is_the_same_run(pair: Path, runs: Path) -> None:

@@ -1,19 +1,28 @@
 """Estimates against brute force, and what a benchmark's responses come to."""
 
+import json
 import math
+from collections.abc import Callable
 from itertools import combinations, product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from sglang_servers import sglang_python
 
-from megatron_hacpo.config import RolloutConfig
+from megatron_hacpo.config import ConfigError, RolloutConfig, load
+from megatron_hacpo.data import rule_task
 from megatron_hacpo.data.prompts import Prompt
+from megatron_hacpo.data.read import write_jsonl
 from megatron_hacpo.evaluation.benchmark import SEED, Benchmark, Measurement
 from megatron_hacpo.evaluation.estimators import best_at_k, half_width, majority, pass_at_k
-from megatron_hacpo.evaluation.standalone import table
+from megatron_hacpo.evaluation.standalone import main, table
+from megatron_hacpo.megatron.convert import hf_to_megatron
+from megatron_hacpo.megatron.runtime import Layout
 from megatron_hacpo.reward.registry import get_verifier
 
 
@@ -163,6 +172,65 @@ def test_the_answer_that_votes(verifier: str, text: str, answer: str | None) -> 
     found = get_verifier(verifier).answer
     assert found is not None
     assert found(text) == answer
+
+
+@pytest.fixture
+def evaluated(tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
+    """`hacpo eval` of the demo's A on eight problems; the rows of single problems by benchmark."""
+
+    def evaluate(*settings: str, models: tuple[str, ...] = ("examples/tiny/A",)) -> Any:
+        problems = tmp_path / "problems.jsonl"
+        write_jsonl(rule_task.held_out(8), problems)
+        benchmark = f"evaluation.benchmarks.four={{path: {problems}, samples: 4, temperature: 1.0}}"
+        config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8", benchmark, *settings])
+        out = tmp_path / "out"
+        main(config, [("A", model) for model in models], None, out)
+        return {
+            str(file.relative_to(out)): [json.loads(line) for line in file.read_text().splitlines()]
+            for file in out.rglob("*.jsonl")
+        }
+
+    return evaluate
+
+
+def test_checkpoints_side_by_side(
+    evaluated: Callable[..., dict[str, list[dict[str, Any]]]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint = tmp_path / "A.megatron"
+    hf_to_megatron(Path("examples/tiny/A").absolute(), checkpoint, layout=Layout())
+    files = evaluated(models=("examples/tiny/A", str(checkpoint)))
+    assert len(files) == 6
+    for name in ("sampled", "greedy", "four"):
+        assert files[f"A-1/{name}.jsonl"] == files[f"A-2/{name}.jsonl"]  # the same weights
+        assert len(files[f"A-1/{name}.jsonl"]) == 8
+    metrics = json.loads((tmp_path / "out" / "A-1" / "metrics.json").read_text())
+    rewards = [row["rewards"] for row in files["A-1/four.jsonl"]]
+    assert metrics["four/avg@4"] == pytest.approx(np.mean(rewards))
+    printed = capsys.readouterr().out
+    assert "(+0.000 \u00b10.000)" in printed
+    assert f"A-2: {checkpoint}" in printed
+
+
+@pytest.mark.sglang
+def test_servers_measure_what_is_measured_here(
+    evaluated: Callable[..., dict[str, list[dict[str, Any]]]], tmp_path: Path
+) -> None:
+    here = evaluated()
+    settings = ["rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", f"run.dir={tmp_path}"]
+    there = evaluated(*settings)
+    assert here["A/greedy.jsonl"] == there["A/greedy.jsonl"]
+    assert len(there["A/four.jsonl"]) == 8
+
+
+def test_what_is_measured_must_exist() -> None:
+    config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8"])
+    with pytest.raises(ConfigError, match="--benchmarks: x: not one of sampled, greedy"):
+        main(config, [("A", "examples/tiny/A")], ["greedy", "x"], None)
+    config = load("examples/tiny/pair.yaml", ["evaluation.prompts=0"])
+    with pytest.raises(ConfigError, match="there is nothing to measure"):
+        main(config, [("A", "examples/tiny/A")], None, None)
 
 
 def test_a_function_of_ones_own_has_no_answer() -> None:

@@ -65,6 +65,8 @@ def main(
         for name, column in zip(names, columns, strict=True):
             _write(column, out / name, texts=config.evaluation.keep_responses)
     Console().print(table(names, columns))
+    for name, (_, model) in zip(names, candidates, strict=True):
+        print(f"{name}: {model}")
 
 
 def table(names: Sequence[str], columns: Sequence[Sequence[Measurement]]) -> Table:
@@ -101,7 +103,7 @@ def _cell(mean: float, half: float, sign: str = "") -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:.0f}" if value >= 10 else f"{value:.3f}"
+    return f"{value:.1f}" if value > 1.0 else f"{value:.3f}"
 
 
 def _chosen(benchmarks: Sequence[Benchmark], names: Sequence[str] | None) -> list[Benchmark]:
