@@ -301,7 +301,7 @@ def test_plain_lines_off_a_terminal(tmp_path: Path) -> None:
         view.tick()
         view.tick()
     first, second = out.getvalue().splitlines()
-    assert first == "A at step 0: held-out accuracy 0.256 sampled, 0.300 greedy"
+    assert first == "A at step 0: accuracy 0.256 sampled, 0.300 greedy"
     assert second.startswith("step 1/10  A reward 0.250  B reward 0.500  1.50 s/step: rollout 0.75 reward - ")
 
 

@@ -119,7 +119,8 @@ def a_run(folder: Path, evaluations: bool = True) -> Path:
         for step in range(1, 5 + index):
             writer.step({"step": step, "reward/mean": step / 10, "time/step": 1.0 + index})
         for step in (0, 2, 4) if evaluations else ():
-            writer.evaluation({"step": step, "sampled": 0.25 + step / 10, "greedy": 0.5})
+            accuracies = {"sampled": 0.25 + step / 10, "sampled/ci95": 0.1, "aime/avg@30": 0.5}
+            writer.evaluation({"step": step, **accuracies, "aime/pass@8": 0.75})
         writer.close()
     (config.path / "config.yaml").write_text(dump(config))
     return config.path
@@ -133,8 +134,8 @@ def test_summary_holds_start_and_end(tmp_path: Path) -> None:
     assert (summary["steps"], summary["seconds"], summary["wall_seconds"]) == (4, 10.0, 12.5)
     assert summary["agents"]["A"] == {
         "model": "examples/tiny/A",
-        "start": {"sampled": 0.25, "greedy": 0.5},
-        "end": {"step": 4, "sampled": 0.65, "greedy": 0.5},
+        "start": {"sampled": 0.25, "aime/avg@30": 0.5},
+        "end": {"step": 4, "sampled": 0.65, "aime/avg@30": 0.5},
         "reward": {"first": 0.1, "last": 0.4},
     }
     assert summarise(run_dir) == summary, "the wall time of the run is kept"
@@ -145,7 +146,7 @@ def test_summary_of_a_run_that_has_only_begun(tmp_path: Path) -> None:
     (run_dir / "B" / "metrics.jsonl").unlink()
     summary = summarise(run_dir)
     assert (summary["steps"], summary["wall_seconds"]) == (0, None)
-    assert summary["agents"]["B"]["end"] == {"step": None, "sampled": None, "greedy": None}
+    assert summary["agents"]["B"]["end"] == {"step": None}
     assert summary["agents"]["B"]["reward"] == {"first": None, "last": None}
 
 

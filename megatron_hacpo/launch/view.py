@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from megatron_hacpo.report.files import EVALUATION, METRICS, Tail
+from megatron_hacpo.report.files import EVALUATION, METRICS, Tail, headlines
 
 PARTS = ("rollout", "reward", "logprob", "exchange", "waiting", "update", "sync")
 """Parts of a step, as in the metrics time/PART."""
@@ -128,11 +128,11 @@ def time_table(agents: Mapping[str, AgentView]) -> Table:
     """One line an agent: steps, reward, latest accuracy, seconds a step and their parts."""
     table = Table(box=None, header_style="dim", pad_edge=False)
     table.add_column("agent", style="bold")
-    for title in ("step", "reward", "held-out", "s/step", *PARTS):
+    for title in ("step", "reward", "accuracy", "s/step", *PARTS):
         table.add_column(title, justify="right")
     for name, agent in agents.items():
         times = [_number(agent.mean(f"time/{part}"), 2) for part in ("step", *PARTS)]
-        accuracy = _number(agent.evaluation.get("sampled"), 3)
+        accuracy = _number(next((agent.evaluation[key] for key in headlines([agent.evaluation])), None), 3)
         table.add_row(name, str(agent.steps), _number(agent.mean("reward/mean"), 3), accuracy, *times)
     return table
 
@@ -148,8 +148,8 @@ def plain_line(agents: Mapping[str, AgentView]) -> str:
 
 
 def _evaluation_line(name: str, row: Mapping[str, Any]) -> str:
-    sampled, greedy = _number(row.get("sampled"), 3), _number(row.get("greedy"), 3)
-    return f"{name} at step {row['step']}: held-out accuracy {sampled} sampled, {greedy} greedy"
+    accuracies = ", ".join(f"{_number(row[key], 3)} {key}" for key in headlines([row]))
+    return f"{name} at step {row['step']}: accuracy {accuracies}"
 
 
 def _number(value: float | None, digits: int) -> str:

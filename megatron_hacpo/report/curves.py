@@ -1,10 +1,11 @@
-"""The picture of a run: reward while training and accuracy on held-out prompts, one colour an agent."""
+"""The picture of a run: reward while training and accuracy, one colour an agent."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from megatron_hacpo.config import load
-from megatron_hacpo.report.files import EVALUATION, METRICS, read_rows
+from megatron_hacpo.report.files import EVALUATION, METRICS, headlines, read_rows
 
 CURVES = "curves.png"
 
@@ -26,7 +27,7 @@ def draw_curves(run_dir: Path) -> Path:
             _draw_reward(axes[0, 0], read_rows(run_dir / name / METRICS), name, colour)
             if panels == 2:
                 _draw_accuracy(axes[0, 1], evaluations[name], name, colour)
-        for axis, title in zip(axes[0], ("Training reward", "Held-out accuracy"), strict=False):
+        for axis, title in zip(axes[0], ("Training reward", "Accuracy"), strict=False):
             axis.set(title=title, xlabel="step", xlim=(0, config.run.steps))
             axis.legend(loc="best")
         axes[0, 0].set(ylabel="mean reward of own responses", ylim=config.reward.range)
@@ -44,6 +45,7 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
+_LINES = (("-", "o"), (":", "."), ("--", "s"), ("-.", "^"))
 _STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -65,7 +67,7 @@ def _draw_reward(axis: Any, rows: list[dict[str, Any]], name: str, colour: str) 
 
 
 def _draw_accuracy(axis: Any, rows: list[dict[str, Any]], name: str, colour: str) -> None:
-    for key, line, marker in (("sampled", "-", "o"), ("greedy", ":", ".")):
+    for key, (line, marker) in zip(headlines(rows), cycle(_LINES), strict=False):
         points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
         steps, values = [step for step, _ in points], [value for _, value in points]
         axis.plot(

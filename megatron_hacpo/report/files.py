@@ -2,16 +2,25 @@
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 METRICS = "metrics.jsonl"
 """One row a step."""
 EVALUATION = "eval.jsonl"
-"""One row an evaluation: `step` (0 before training), `sampled` and `greedy` accuracy in [0, 1], and more."""
+"""One row an evaluation: `step` (0 before training), and the metrics of docs/evaluation.md."""
 SAMPLES = "samples.jsonl"
 """Some responses of each step."""
+
+
+_HEADLINE = re.compile(r"sampled|greedy|.+/avg@\d+")
+
+
+def headlines(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The accuracies among the metrics of evaluations: of held-out prompts, and one for each benchmark."""
+    return list(dict.fromkeys(key for row in rows for key in row if _HEADLINE.fullmatch(key)))
 
 
 def plain(value: Any) -> Any:

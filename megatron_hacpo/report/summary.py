@@ -7,10 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from megatron_hacpo.config import load
-from megatron_hacpo.report.files import EVALUATION, METRICS, read_rows
+from megatron_hacpo.report.files import EVALUATION, METRICS, headlines, read_rows
 
 SUMMARY = "summary.json"
-ACCURACIES = ("sampled", "greedy")
 
 
 def summarise(run_dir: Path, wall_seconds: float | None = None) -> dict[str, Any]:
@@ -18,7 +17,8 @@ def summarise(run_dir: Path, wall_seconds: float | None = None) -> dict[str, Any
 
     steps: of the agent that came least far. seconds: of all steps of the slowest agent, without start-up and
     evaluations. wall_seconds: of the whole run, from the argument or else from an earlier summary.
-    agents: per agent its model, `start` and `end` accuracies (and the step of `end`), first and last reward.
+    agents: per agent its model, `start` and `end` accuracies of held-out prompts and benchmarks (and the step of
+    `end`), first and last reward.
     """
     config = load(run_dir / "config.yaml")
     rows = {name: read_rows(run_dir / name / METRICS) for name in config.agents}
@@ -46,15 +46,15 @@ def write_summary(run_dir: Path, wall_seconds: float | None = None) -> dict[str,
 def table(summary: dict[str, Any]) -> Table:
     """Start -> end, one line an agent."""
     title = f"{summary['run']}: {summary['method']}, {summary['steps']} steps, start -> end"
-    result = Table(
-        title=title, title_justify="left", caption="accuracy on held-out prompts", caption_justify="left"
-    )
+    agents = summary["agents"]
+    measured = headlines([agent["start"] for agent in agents.values()])
+    result = Table(title=title, title_justify="left", caption="accuracy", caption_justify="left")
     result.add_column("agent", style="bold")
     result.add_column("model")
-    for name in ("sampled", "greedy", "training reward"):
+    for name in (*measured, "training reward"):
         result.add_column(name, justify="right")
-    for name, agent in summary["agents"].items():
-        changes = [_change(agent["start"][key], agent["end"][key]) for key in ACCURACIES]
+    for name, agent in agents.items():
+        changes = [_change(agent["start"][key], agent["end"][key]) for key in measured]
         result.add_row(
             name, agent["model"], *changes, _change(agent["reward"]["first"], agent["reward"]["last"])
         )
@@ -65,9 +65,10 @@ def _agent(steps: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> di
     start: dict[str, Any] = next((row for row in evaluations if row["step"] == 0), {})
     end: dict[str, Any] = next((row for row in reversed(evaluations) if row["step"] > 0), {})
     rewards = [row.get("reward/mean") for row in steps] or [None]
+    measured = headlines(evaluations)
     return {
-        "start": {key: start.get(key) for key in ACCURACIES},
-        "end": {"step": end.get("step"), **{key: end.get(key) for key in ACCURACIES}},
+        "start": {key: start.get(key) for key in measured},
+        "end": {"step": end.get("step"), **{key: end.get(key) for key in measured}},
         "reward": {"first": rewards[0], "last": rewards[-1]},
     }
 

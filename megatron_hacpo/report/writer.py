@@ -30,7 +30,7 @@ class MetricsWriter:
         self._scalars(row, prefix="")
 
     def evaluation(self, row: Mapping[str, Any]) -> None:
-        """An evaluation: `step` (0 before training), `sampled`, `greedy` (accuracies in [0, 1]), and more."""
+        """An evaluation: `step` (0 before training) and the metrics of docs/evaluation.md."""
         write_row(self._evaluations, row)
         self._scalars(row, prefix="eval/")
 
