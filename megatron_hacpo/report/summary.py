@@ -17,8 +17,8 @@ def summarise(run_dir: Path, wall_seconds: float | None = None) -> dict[str, Any
 
     steps: of the agent that came least far. seconds: of all steps of the slowest agent, without start-up and
     evaluations. wall_seconds: of the whole run, from the argument or else from an earlier summary.
-    agents: per agent its model, `start` and `end` accuracies of held-out prompts and benchmarks (and the step of
-    `end`), first and last reward.
+    agents: per agent its model, accuracies at `start` and `end` of held-out prompts and benchmarks (and the
+    step of `end`), first and last reward.
     """
     config = load(run_dir / "config.yaml")
     rows = {name: read_rows(run_dir / name / METRICS) for name in config.agents}
