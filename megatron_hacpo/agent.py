@@ -18,6 +18,7 @@ from megatron_hacpo.data.source import PromptSource
 from megatron_hacpo.evaluation.benchmark import Benchmark
 from megatron_hacpo.evaluation.measure import measure, write_problems
 from megatron_hacpo.hf.write import write_hf_folder
+from megatron_hacpo.inputs import Verifiers
 from megatron_hacpo.learner import metrics
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
 from megatron_hacpo.learner.gradients import gradient_cosines
@@ -28,8 +29,8 @@ from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
+from megatron_hacpo.reward.base import RewardResult
 from megatron_hacpo.reward.length import less_overlong
-from megatron_hacpo.reward.pool import RewardPool
 from megatron_hacpo.rollout.base import OnResponse, Response, Rollout, RolloutLost, Sampling, ignore
 
 _SAMPLED = msgspec.msgpack.Decoder(Sampled)
@@ -37,7 +38,7 @@ _SAMPLED = msgspec.msgpack.Decoder(Sampled)
 
 @dataclass
 class Agent:
-    """One process of one agent. `verifier` and `writer` live on the leader alone.
+    """One process of one agent. `verifiers` and `writer` live on the leader alone.
 
     index: the agent's place among the run's agents. sources: the agents whose responses it trains on, itself
     included; learner: its place among those.
@@ -51,7 +52,7 @@ class Agent:
     tokenizer: AgentTokenizer
     source: PromptSource
     benchmarks: list[Benchmark]
-    verifier: RewardPool | None
+    verifiers: Verifiers | None
     policy: Policy
     exchange: Exchange
     rollout: Rollout
@@ -92,10 +93,10 @@ class Agent:
         own: dict[int, OwnResponse] = {}
 
         def submit(index: int, response: Response) -> None:
-            assert self.verifier is not None
+            assert self.verifiers is not None
             own[index] = own_response(response, self.tokenizer)
             prompt = prompts[index // sampling.responses_per_prompt]
-            self.verifier.submit(index, prompt, own[index].text, response.finish_reason)
+            self.verifiers.usual.submit(index, prompt, own[index].text, response.finish_reason)
 
         responses = self._responses(prompt_ids, sampling, on_response=submit)
         if responses is None:
@@ -103,11 +104,11 @@ class Agent:
         return Sampled([pack_ids(ids) for ids in prompt_ids], [own[index] for index in range(len(responses))])
 
     def _responses(
-        self, prompt_ids: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
     ) -> list[Response] | None:
         """`Rollout.generate`; what has been trained is saved before the run ends without an engine."""
         try:
-            return self.rollout.generate(prompt_ids, sampling, on_response=on_response)
+            return self.rollout.generate(prompts, sampling, on_response=on_response)
         except RolloutLost as error:
             self.export()
             raise RuntimeError(
@@ -118,10 +119,9 @@ class Agent:
         """What `generate` gave the leader, with its rewards, on every rank."""
         payload = None
         if sampled is not None:
-            assert self.verifier is not None
-            result = self.verifier.collect()
-            if complaint := result.complaint():
-                print(f"warning: agent {self.name}: {complaint}", file=sys.stderr, flush=True)
+            assert self.verifiers is not None
+            result = self.verifiers.usual.collect()
+            self._complain(result)
             shaped = self._shaped(result.rewards, sampled)
             rewards = [None if np.isnan(reward) else float(reward) for reward in shaped]
             failures = {failure.index: failure.reason for failure in result.failures}
@@ -252,22 +252,26 @@ class Agent:
 
     def evaluate(self, step: int) -> None:
         """Held-out prompts and benchmarks, into eval.jsonl and eval/step_N/."""
-        metrics: dict[str, float] = {}
+        row: dict[str, float] = {}
         for benchmark in self.benchmarks:
             measured = measure(
                 self._responses,
                 benchmark,
-                config=self.config,
-                agent=self.name,
+                rollout=self.settings.rollout,
                 tokenizer=self.tokenizer,
-                verifier=self.verifier,
+                verifiers=self.verifiers,
             )
             if measured is not None:
-                metrics |= measured.metrics()
+                self._complain(measured.scored)
+                row |= measured.metrics()
                 texts = self.config.evaluation.keep_responses
                 write_problems(measured, self.folder / "eval" / f"step_{step}", texts=texts)
-        if self.writer is not None and metrics:
-            self.writer.evaluation({"step": step, **metrics})
+        if self.writer is not None and row:
+            self.writer.evaluation({"step": step, **row})
+
+    def _complain(self, result: RewardResult) -> None:
+        if complaint := result.complaint():
+            print(f"warning: agent {self.name}: {complaint}", file=sys.stderr, flush=True)
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""

@@ -16,7 +16,7 @@ from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.config import RunConfig, dump
 from megatron_hacpo.evaluation.benchmark import open_benchmarks
-from megatron_hacpo.inputs import Prompts, load_tokenizers, open_pool
+from megatron_hacpo.inputs import Prompts, Verifiers, load_tokenizers
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
@@ -75,6 +75,9 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         writer = MetricsWriter(
             config.path / name, tensorboard=config.report.tensorboard, wandb=config.report.wandb
         )
+    # What the user can have got wrong comes before the servers, which take minutes.
+    source, benchmarks = prompts.source(), open_benchmarks(config, prompts)
+    verifiers = Verifiers(config) if world.is_leader else None
     rollout = _open_rollout(config, name, world, policy, tokenizers[name].stop_ids)
     agent = Agent(
         config=config,
@@ -83,9 +86,9 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         sources=sources,
         world=world,
         tokenizer=tokenizers[name],
-        source=prompts.source(),
-        benchmarks=open_benchmarks(config, prompts),
-        verifier=open_pool(config) if world.is_leader else None,
+        source=source,
+        benchmarks=benchmarks,
+        verifiers=verifiers,
         policy=policy,
         exchange=Exchange(
             store=store,
@@ -107,8 +110,8 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
     finally:
         rollout.close()  # also after an error: servers would outlive this process for a while
     agent.exchange.close()
-    if agent.verifier is not None:
-        agent.verifier.close()
+    if verifiers is not None:
+        verifiers.close()
     if writer is not None:
         writer.close()
     world.close()

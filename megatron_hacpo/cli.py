@@ -109,18 +109,18 @@ def evaluate(
     if agent is not None:
         _check_agent(run, agent)
     names = [agent] if agent is not None else run.names
-    if model and len(names) > 1:
-        raise ConfigError([f"--model: {model[0]}: which agent is it? add --agent, one of {', '.join(names)}"])
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ConfigError([f"--out: {out}: holds something already; choose another folder"])
-    for folder in model or []:
-        _checked(config, [*(settings or []), f"agents.{names[0]}.model={folder}"], training=False)
-    if not model:
-        _checked(config, settings, training=False)
+    if model:
+        if len(names) > 1:
+            raise ConfigError(
+                [f"--model: {model[0]}: which agent is it? add --agent, one of {', '.join(names)}"]
+            )
+        run, names = run.with_models(names[0], model)
+    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError([f"--out: {out}: there is something already; choose another folder"])
+    _warn(run, training=False)
     from megatron_hacpo.evaluation.standalone import main as measure
 
-    candidates = [(names[0], folder) for folder in model or []] or [(n, run.agents[n].model) for n in names]
-    measure(run, candidates, benchmarks.split(",") if benchmarks else None, out)
+    measure(run, names, benchmarks.split(",") if benchmarks else None, out)
 
 
 @app.command()
@@ -141,14 +141,20 @@ def report(
     draw_curves(run_dir)
 
 
-def _checked(config: Path, settings: list[str] | None, *, training: bool = True) -> "RunConfig":
+def _checked(config: Path, settings: list[str] | None) -> "RunConfig":
     """The configuration, looked over; warnings go to stderr."""
-    from megatron_hacpo.config import check, load
+    from megatron_hacpo.config import load
 
     run = load(config, settings or [])
+    _warn(run, training=True)
+    return run
+
+
+def _warn(run: "RunConfig", *, training: bool) -> None:
+    from megatron_hacpo.config import check
+
     for warning in check(run, training=training):
         print(f"warning: {warning}", file=sys.stderr)
-    return run
 
 
 def _check_agent(run: "RunConfig", agent: str) -> None:

@@ -1,10 +1,11 @@
 """Prompts and tokenizers of a run: the same for every agent and every process."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
-from megatron_hacpo.config import AgentConfig, RunConfig
+from megatron_hacpo.config import AgentConfig, RewardConfig, RunConfig
 from megatron_hacpo.data import rule_task
 from megatron_hacpo.data.filters import without_duplicates, without_long
 from megatron_hacpo.data.prompts import Prompt
@@ -150,9 +151,28 @@ def _tokenizer(agent: AgentConfig) -> AgentTokenizer:
     )
 
 
-def open_pool(config: RunConfig, verifier: Spec | None = None) -> RewardPool:
-    """A verifier in worker processes of this one: the run's, or a benchmark's own with rewards of 0 to 1."""
-    reward = config.reward
+class Verifiers:
+    """The verifiers of a run and of its benchmarks in worker processes of this one, each started once."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+        self._pools: dict[str, RewardPool] = {}
+        self.usual = self.of(None)
+
+    def of(self, verifier: Spec | None) -> RewardPool:
+        """A benchmark's own, which gives rewards from 0 to 1; the run's for None."""
+        key = json.dumps(verifier)
+        if key not in self._pools:
+            self._pools[key] = _open_pool(self._config.reward, verifier)
+        return self._pools[key]
+
+    def close(self) -> None:
+        """End the processes."""
+        for pool in self._pools.values():
+            pool.close()
+
+
+def _open_pool(reward: RewardConfig, verifier: Spec | None) -> RewardPool:
     return RewardPool(
         reward.verifier if verifier is None else verifier,
         reward_range=reward.range if verifier is None else (0.0, 1.0),

@@ -10,7 +10,7 @@ from learner_steps import pair_config
 from megatron_hacpo.agent import Agent
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.data.prompts import Prompt
-from megatron_hacpo.reward.pool import RewardPool
+from megatron_hacpo.inputs import Verifiers
 from megatron_hacpo.rollout.base import OnResponse, Response, Sampling
 
 CONFIG = pair_config()  # four responses per prompt
@@ -48,7 +48,8 @@ class Told:
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    with RewardPool("exact", workers=1) as pool:
+    verifiers = Verifiers(CONFIG)
+    try:
         yield Agent(
             config=CONFIG,
             name="A",
@@ -58,7 +59,7 @@ def agent() -> Iterator[Agent]:
             tokenizer=TOKENIZER,
             source=None,
             benchmarks=[],
-            verifier=pool,
+            verifiers=verifiers,
             policy=None,
             exchange=None,
             rollout=Told(),
@@ -66,13 +67,15 @@ def agent() -> Iterator[Agent]:
             tracker=None,
             window=None,
         )
+    finally:
+        verifiers.close()
 
 
 def test_rewards_are_those_of_scoring_afterwards(agent: Agent) -> None:
     scored = agent.score(agent.generate(PROMPTS, step=1))
     texts = [r.text for r in scored.responses]
     assert texts == [*ANSWERS, ANSWERS[0]] * 3
-    expected = agent.verifier.score(PROMPTS, texts, [r.finish_reason for r in RESPONSES])
+    expected = agent.verifiers.usual.score(PROMPTS, texts, [r.finish_reason for r in RESPONSES])
     np.testing.assert_equal(
         [np.nan if r.reward is None else r.reward for r in scored.responses], expected.rewards
     )

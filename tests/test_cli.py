@@ -214,19 +214,26 @@ def test_eval_chooses_agents_and_folders(monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setitem(sys.modules, "megatron_hacpo.evaluation.standalone", module)
     run, a, b = load(PAIR), "examples/tiny/A", "examples/tiny/B"
     assert hacpo(monkeypatch, "eval", PAIR) == 0
-    assert seen.pop() == (run, [("A", a), ("B", b)], None, None)
+    assert seen.pop() == (run, ["A", "B"], None, None)
     assert hacpo(monkeypatch, "eval", PAIR, "--agent", "B") == 0
-    assert seen.pop() == (run, [("B", b)], None, None)
+    assert seen.pop() == (run, ["B"], None, None)
     folders = ["--model", b, "--model", a]
     assert hacpo(monkeypatch, "eval", PAIR, "--agent", "B", *folders, "--benchmarks", "greedy,x") == 0
-    assert seen.pop() == (run, [("B", b), ("B", a)], ["greedy", "x"], None)
+    compared, names, benchmarks, out = seen.pop()
+    assert (names, benchmarks, out) == (["B.1", "B.2"], ["greedy", "x"], None)
+    assert {name: settings.model for name, settings in compared.agents.items()} == {
+        "B.1": b,
+        "B.2": a,
+        "A": a,
+    }
     assert hacpo(monkeypatch, "eval", PAIR, "--model", "examples/tiny/A") == 2
     assert capsys.readouterr().err.startswith(
         "error: --model: examples/tiny/A: which agent is it? add --agent,"
     )
     assert hacpo(monkeypatch, "eval", PAIR, "--out", "examples") == 2
     assert (
-        capsys.readouterr().err == "error: --out: examples: holds something already; choose another folder\n"
+        capsys.readouterr().err
+        == "error: --out: examples: there is something already; choose another folder\n"
     )
     assert not seen
 

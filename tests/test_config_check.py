@@ -361,7 +361,7 @@ def test_a_bad_data_file_is_one_line(tmp_path: Path, content: str | None, expect
         ("evaluation.benchmarks.math={path: FILE, template: x}", 'math.template: "x": needs {prompt} once'),
         (
             "evaluation.benchmarks.math={path: FILE, max_response_tokens: 9999}",
-            "math.max_response_tokens: 10031: with the prompt up to 10031 tokens, and agent A's model reads",
+            "math.max_response_tokens: 9999: with the prompt up to 10031 tokens, and agent A's model reads",
         ),
         (
             "reward.overlong_buffer=13",

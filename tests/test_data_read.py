@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_hacpo.data import rows, rule_task
-from megatron_hacpo.data.prompts import Prompt
-from megatron_hacpo.data.read import Columns, read_prompts, write_jsonl
+from megatron_hacpo.data.prompts import Columns, Prompt
+from megatron_hacpo.data.read import read_prompts, write_jsonl
 
 USER = ({"role": "user", "content": "1+1?"},)
 

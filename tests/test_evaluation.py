@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from rich.console import Console
 from sglang_servers import sglang_python
 
 from megatron_hacpo.config import ConfigError, RolloutConfig, load
+from megatron_hacpo.config.schema import BenchmarkConfig
 from megatron_hacpo.data import rule_task
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.read import write_jsonl
@@ -23,6 +24,8 @@ from megatron_hacpo.evaluation.estimators import best_at_k, half_width, majority
 from megatron_hacpo.evaluation.standalone import main, table
 from megatron_hacpo.megatron.convert import hf_to_megatron
 from megatron_hacpo.megatron.runtime import Layout
+from megatron_hacpo.reward.base import RewardResult
+from megatron_hacpo.reward.pool import RewardPool
 from megatron_hacpo.reward.registry import get_verifier
 
 
@@ -65,22 +68,24 @@ def test_the_interval_holds_the_mean_as_often_as_it_says() -> None:
 
 
 def measured(
-    *rewards: list[float], answers: list[str | None] | None = None, **options: object
+    *rewards: list[float],
+    answers: list[str | None] | None = None,
+    bounds: tuple[float, float] = (0.0, 1.0),
+    **settings: Any,
 ) -> Measurement:
     n = len(rewards[0])
     prompts = [
         Prompt(f"p{i}", ({"role": "user", "content": "?"},), "1", "odd" if i % 2 else "even")
         for i in range(len(rewards))
     ]
-    found = np.array(rewards)
-    answer = None if answers is None else get_verifier("boxed").answer
+    order = np.arange(n * len(rewards)).reshape(len(rewards), n)
     return Measurement(
-        Benchmark("aime", prompts, samples=n, answer=answer, **options),  # type: ignore[arg-type]
-        rewards=found,
-        lengths=np.arange(found.size).reshape(found.shape),
-        truncated=np.arange(found.size).reshape(found.shape) % 2 == 0,
-        answers=answers or [None] * found.size,
-        texts=[f"text {i}" for i in range(found.size)],
+        Benchmark("aime", prompts, BenchmarkConfig(path="", samples=n, **settings), bounds),
+        scored=RewardResult(np.array(rewards).ravel(), (), tuple(answers or [None] * order.size)),
+        votes=answers is not None,
+        lengths=order,
+        truncated=order % 2 == 0,
+        texts=[f"text {i}" for i in range(order.size)],
     )
 
 
@@ -109,21 +114,25 @@ def test_a_single_response_has_no_vote_and_no_best() -> None:
 
 def test_only_the_highest_reward_passes() -> None:
     assert measured([0.5, 0.5], pass_at=(1,)).metrics()["aime/pass@1"] == 0.0
-    assert measured([0.5, 0.5], pass_at=(1,), rewards=(0.0, 0.5)).metrics()["aime/pass@1"] == 1.0
+    assert measured([0.5, 0.5], pass_at=(1,), bounds=(0.0, 0.5)).metrics()["aime/pass@1"] == 1.0
+    weighted = 0.7 + 0.2 + 0.1
+    assert weighted < 1.0
+    assert measured([weighted, 0.9], pass_at=(1,)).metrics()["aime/pass@1"] == 0.5
 
 
 def test_held_out_prompts_are_called_as_they_always_were() -> None:
     prompts = [Prompt("a", ({"role": "user", "content": "?"},), "1")]
-    assert Benchmark("sampled", prompts).headline == "sampled"
-    assert Benchmark("greedy", prompts).headline == "greedy"
+    assert Benchmark("sampled", prompts, BenchmarkConfig(path="")).headline == "sampled"
+    assert Benchmark("greedy", prompts, BenchmarkConfig(path="")).headline == "greedy"
 
 
 def test_a_benchmark_draws_as_it_says_and_else_as_in_training() -> None:
     rollout = RolloutConfig(temperature=0.7, top_p=0.9, top_k=50, max_response_tokens=100)
-    usual = Benchmark("a", []).sampling(rollout)
+    usual = Benchmark("a", [], BenchmarkConfig(path="", temperature=None)).sampling(rollout)
     assert (usual.temperature, usual.top_p, usual.top_k, usual.max_tokens) == (0.7, 0.9, 50, 100)
     assert (usual.responses_per_prompt, usual.seed) == (1, SEED)
-    own = Benchmark("a", [], samples=4, temperature=0.0, top_p=1.0, top_k=0, max_tokens=7).sampling(rollout)
+    settings = BenchmarkConfig(path="", samples=4, top_p=1.0, top_k=0, max_response_tokens=7)
+    own = Benchmark("a", [], settings).sampling(rollout)
     assert (own.temperature, own.top_p, own.top_k, own.max_tokens) == (0.0, 1.0, 0, 7)
     assert own.responses_per_prompt == 4
 
@@ -174,63 +183,67 @@ def test_the_answer_that_votes(verifier: str, text: str, answer: str | None) -> 
     assert found(text) == answer
 
 
-@pytest.fixture
-def evaluated(tmp_path: Path) -> Callable[..., dict[str, list[dict[str, Any]]]]:
-    """`hacpo eval` of the demo's A on eight problems; the rows of single problems by benchmark."""
-
-    def evaluate(*settings: str, models: tuple[str, ...] = ("examples/tiny/A",)) -> Any:
-        problems = tmp_path / "problems.jsonl"
-        write_jsonl(rule_task.held_out(8), problems)
-        benchmark = f"evaluation.benchmarks.four={{path: {problems}, samples: 4, temperature: 1.0}}"
-        config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8", benchmark, *settings])
-        out = tmp_path / "out"
-        main(config, [("A", model) for model in models], None, out)
-        return {
-            str(file.relative_to(out)): [json.loads(line) for line in file.read_text().splitlines()]
-            for file in out.rglob("*.jsonl")
-        }
-
-    return evaluate
+def test_answers_come_with_the_rewards() -> None:
+    prompt = Prompt("p", ({"role": "user", "content": "?"},), "1/2")
+    with RewardPool("math", workers=1) as pool:
+        assert pool.finds_answers
+        texts = [r"\boxed{0.5}", "none", r"\boxed{50\%}"]
+        scored = pool.score([prompt], texts, ["stop", "stop", "stop"])
+    assert scored.answers == ("1/2", None, "50%")
 
 
-def test_checkpoints_side_by_side(
-    evaluated: Callable[..., dict[str, list[dict[str, Any]]]],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def evaluate(folder: Path, *settings: str, models: Sequence[str] = ("examples/tiny/A",)) -> Path:
+    """`hacpo eval` of folders as the demo's A on eight problems, into `folder`/out."""
+    folder.mkdir(exist_ok=True)
+    problems = folder / "problems.jsonl"
+    write_jsonl(rule_task.held_out(8), problems)
+    benchmark = f"evaluation.benchmarks.four={{path: {problems}, samples: 4, temperature: 1.0}}"
+    config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8", benchmark, *settings])
+    main(*config.with_models("A", models), None, folder / "out")
+    return folder / "out"
+
+
+def problems_of(folder: Path, benchmark: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"{benchmark}.jsonl").read_text().splitlines()]
+
+
+def test_checkpoints_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint = tmp_path / "A.megatron"
     hf_to_megatron(Path("examples/tiny/A").absolute(), checkpoint, layout=Layout())
-    files = evaluated(models=("examples/tiny/A", str(checkpoint)))
-    assert len(files) == 6
-    for name in ("sampled", "greedy", "four"):
-        assert files[f"A-1/{name}.jsonl"] == files[f"A-2/{name}.jsonl"]  # the same weights
-        assert len(files[f"A-1/{name}.jsonl"]) == 8
-    metrics = json.loads((tmp_path / "out" / "A-1" / "metrics.json").read_text())
-    rewards = [row["rewards"] for row in files["A-1/four.jsonl"]]
-    assert metrics["four/avg@4"] == pytest.approx(np.mean(rewards))
+    out = evaluate(tmp_path, models=["examples/tiny/A", str(checkpoint), "examples/tiny/B"])
     printed = capsys.readouterr().out
     assert "(+0.000 \u00b10.000)" in printed
-    assert f"A-2: {checkpoint}" in printed
+    assert f"A.2: {checkpoint}" in printed
+    for name in ("sampled", "greedy", "four"):
+        assert problems_of(out / "A.1", name) == problems_of(out / "A.2", name)  # the same weights
+    metrics = json.loads((out / "A.1" / "metrics.json").read_text())
+    assert metrics["four/avg@4"] == np.mean([row["rewards"] for row in problems_of(out / "A.1", "four")])
+    # Another model is read with its own tokenizer.
+    config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8"])
+    main(config, ["B"], ["greedy"], tmp_path / "alone")
+    assert problems_of(out / "A.3", "greedy") == problems_of(tmp_path / "alone" / "B", "greedy")
 
 
 @pytest.mark.sglang
-def test_servers_measure_what_is_measured_here(
-    evaluated: Callable[..., dict[str, list[dict[str, Any]]]], tmp_path: Path
-) -> None:
-    here = evaluated()
-    settings = ["rollout.engine=sglang", f"rollout.sglang.python={sglang_python()}", f"run.dir={tmp_path}"]
-    there = evaluated(*settings)
-    assert here["A/greedy.jsonl"] == there["A/greedy.jsonl"]
-    assert len(there["A/four.jsonl"]) == 8
+def test_servers_measure_what_is_measured_here(tmp_path: Path) -> None:
+    servers = [
+        "rollout.engine=sglang",
+        f"rollout.sglang.python={sglang_python()}",
+        f"run.dir={tmp_path}/runs",
+    ]
+    here, there = evaluate(tmp_path / "here"), evaluate(tmp_path / "there", *servers)
+    assert problems_of(here / "A", "greedy") == problems_of(there / "A", "greedy")
+    assert len(problems_of(there / "A", "four")) == 8
+    assert not (tmp_path / "runs").exists()
 
 
 def test_what_is_measured_must_exist() -> None:
     config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8"])
     with pytest.raises(ConfigError, match="--benchmarks: x: not one of sampled, greedy"):
-        main(config, [("A", "examples/tiny/A")], ["greedy", "x"], None)
+        main(config, ["A"], ["greedy", "x"], None)
     config = load("examples/tiny/pair.yaml", ["evaluation.prompts=0"])
     with pytest.raises(ConfigError, match="there is nothing to measure"):
-        main(config, [("A", "examples/tiny/A")], None, None)
+        main(config, ["A"], None, None)
 
 
 def test_a_function_of_ones_own_has_no_answer() -> None:

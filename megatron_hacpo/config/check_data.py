@@ -69,5 +69,6 @@ def _length_problems(key: str, name: str, config: RunConfig) -> Iterator[str]:
             continue  # told of the model itself
         total = config.benchmark_tokens(name, agent_name)
         if total > limit:
+            response = config.evaluation.benchmarks[name].max_response_tokens
             wrong = f"with the prompt up to {total} tokens, and agent {agent_name}'s model reads {limit}"
-            yield line(f"{key}.max_response_tokens", total, f"{wrong} (max_position_embeddings); lower it")
+            yield line(f"{key}.max_response_tokens", response, f"{wrong} (max_position_embeddings); lower it")

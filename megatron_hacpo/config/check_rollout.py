@@ -31,6 +31,9 @@ def rollout_problems(name: str, agent: AgentConfig) -> Iterator[str]:
         yield line((*key, "python"), None, "which SGLang? name its environment's Python, or give addresses")
     elif sglang.python is not None:
         yield from _python_problems((*key, "python"), sglang.python)
+    if "--enable-hierarchical-cache" in sglang.arguments:
+        wrong = "--enable-hierarchical-cache keeps what old weights have computed; leave it out"
+        yield line((*key, "arguments"), sglang.arguments, wrong)
     if placement.colocated:
         yield from _colocation_problems(name, agent)
     if rollout.top_k == 1:

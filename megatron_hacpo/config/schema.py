@@ -6,17 +6,18 @@ always wins. Fields that a method does not use (gspo's `delta`) may stand there,
 """
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_hacpo.data.read import Columns
+from megatron_hacpo.data.prompts import PLACEHOLDER, Columns
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 """A name that is also a folder: letters, digits, `_`, `-` and `.`, not starting with a dot or a dash."""
 
-AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
+KeyName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=100)]
 """As `Name`, without dots, which separate the keys of an override."""
 
 Positive = Annotated[float, Field(gt=0)]
@@ -42,8 +43,8 @@ PRESETS: dict[str, dict[str, object]] = {
 
 
 def _with_place(template: str | None) -> str | None:
-    if template is not None and template.count("{prompt}") != 1:
-        raise ValueError("needs {prompt} once; put it where the prompt goes")
+    if template is not None and template.count(PLACEHOLDER) != 1:
+        raise ValueError(f"needs {PLACEHOLDER} once; put it where the prompt goes")
     return template
 
 
@@ -478,7 +479,7 @@ class EvaluationConfig(Section):
     response at the rollout's settings) and `greedy`."""
     split: str | None = None
     """Of `path`, as `data.split`."""
-    benchmarks: dict[Name, BenchmarkConfig] = {}
+    benchmarks: dict[KeyName, BenchmarkConfig] = {}
     """Further measurements by name; docs/evaluation.md."""
     keep_responses: bool = False
     """Also write the text of every response to the files of single problems."""
@@ -513,7 +514,7 @@ class RunConfig(Section):
     """A whole run: n agents that train each other. The order of `agents` numbers them."""
 
     run: RunSection
-    agents: dict[AgentName, AgentConfig] = Field(min_length=1)
+    agents: dict[KeyName, AgentConfig] = Field(min_length=1)
     data: DataConfig
     reward: RewardConfig = RewardConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -538,6 +539,15 @@ class RunConfig(Section):
     def path(self) -> Path:
         """The run's folder."""
         return Path(self.run.dir) / self.run.name
+
+    def with_models(self, agent: str, folders: Sequence[str]) -> tuple["RunConfig", list[str]]:
+        """The run with an agent for each of `folders` in place of `agent`, like it but for the model; and
+        their names, numbered if there are several (no agent's own name has a dot)."""
+        names = [f"{agent}.{i}" for i in range(1, len(folders) + 1)] if len(folders) > 1 else [agent]
+        settings = self.agents[agent]
+        new = {name: settings.model_copy(update={"model": f}) for name, f in zip(names, folders, strict=True)}
+        others = {name: other for name, other in self.agents.items() if name != agent}
+        return self.model_copy(update={"agents": {**new, **others}}), names
 
     def longest(self, agent: str) -> int:
         """Tokens of the longest sequence that an agent's engine may have to generate."""

@@ -7,30 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_hacpo.data.prompts import Prompt
+from megatron_hacpo.data.prompts import PLACEHOLDER, Columns, Prompt
 from megatron_hacpo.data.rows import Row, read_rows
 
-PLACEHOLDER = "{prompt}"
-
 BadRows = Literal["refuse", "skip"]
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Where a row has what. A name such as `reward_model.ground_truth` goes into a nested object.
-
-    prompt: text, which becomes one user message, or a list of {"role", "content"} messages.
-    answer: text or a number. id, group: may be missing in a row.
-    template: text around a prompt that is one user message, with `{prompt}` where that goes.
-    system: text of a system message before it.
-    """
-
-    prompt: str = "prompt"
-    answer: str = "answer"
-    id: str = "id"
-    group: str = "group"
-    template: str | None = None
-    system: str | None = None
 
 
 USUAL = Columns()

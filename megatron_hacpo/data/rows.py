@@ -1,16 +1,12 @@
 """Rows out of files: JSON lines, JSON, parquet, and folders as Hugging Face's datasets library has them."""
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line. What is longer is no row, but a file that has lost its line ends."""
-
-_BETWEEN = re.compile(r"[\s,]*")
-"""What may stand between the elements of an array."""
 
 _TABLE_ROWS = 1000
 """Rows of a table that are turned into Python values at a time."""
@@ -79,18 +75,18 @@ def _array(path: Path) -> Iterator[Row]:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: {error}") from None
     decoder = json.JSONDecoder(parse_constant=_refuse_constant)
-    position, line, number = text.index("[") + 1, 1, 0
-    counted = 0
+    position, number = text.index("["), 0
+    counted, line = 0, 1
     while True:
-        start = position + len(_BETWEEN.match(text, position).group())  # type: ignore[union-attr]
+        number += 1
+        start = _skip(text, position + 1)
         line += text.count("\n", counted, start)
         counted = start
-        if text[start : start + 1] == "]":
-            return
-        number += 1
         place = f"{path}:{line}"
+        if number == 1 and text[start : start + 1] == "]":
+            break
         try:
-            value, position = decoder.raw_decode(text, start)
+            value, end = decoder.raw_decode(text, start)
         except json.JSONDecodeError as error:
             line += text.count("\n", start, error.pos)
             raise ValueError(f"{path}:{line}: {error.msg} at column {error.colno}") from None
@@ -100,6 +96,19 @@ def _array(path: Path) -> Iterator[Row]:
             yield Row(number, place, _object(value))
         except ValueError as error:
             yield Row(number, place, None, str(error))
+        position = start = _skip(text, end)
+        if text[start : start + 1] != ",":
+            break
+    line += text.count("\n", counted, start)
+    if text[start : start + 1] != "]" or text[start + 1 :].strip():
+        raise ValueError(f"{path}:{line}: no JSON array: ',' or a last ']' is missing before or behind here")
+
+
+def _skip(text: str, position: int) -> int:
+    """The place behind white space."""
+    while text[position : position + 1].isspace():
+        position += 1
+    return position
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -148,18 +157,28 @@ def _folder_tables(path: Path, split: str | None) -> Iterator[Any]:
         found = (
             datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), streaming=True)
         )
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
-        raise ValueError(f"{path}: no data set ({' '.join(str(error).split())})") from None
-    if isinstance(found, dict):
-        if split is None and len(found) == 1:
-            split = next(iter(found))
-        if split not in found:
-            wanted = "which split?" if split is None else f"no split {split!r};"
-            raise ValueError(f"{path}: {wanted} there are {', '.join(sorted(map(str, found)))}; set split")
-        found = found[split]
-    elif split is not None:
+        chosen = _chosen(path, found, split) if isinstance(found, dict) else found
+        yield from chosen.with_format("arrow").iter(batch_size=_TABLE_ROWS)
+    except _NoSplit:
+        raise
+    except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: no data set, or a file in it is damaged ({reason[:300]})") from None
+    if split is not None and not isinstance(found, dict):
         raise ValueError(f"{path} has no splits; leave split out")
-    yield from found.with_format("arrow").iter(batch_size=_TABLE_ROWS)
+
+
+class _NoSplit(ValueError):  # noqa: N818 - reads as what happened
+    """A folder has several splits, and not the one that was asked for."""
+
+
+def _chosen(path: Path, found: Any, split: str | None) -> Any:
+    if split is None and len(found) == 1:
+        return next(iter(found.values()))
+    if split not in found:
+        wanted = "which split?" if split is None else f"no split {split!r};"
+        raise _NoSplit(f"{path}: {wanted} there are {', '.join(sorted(map(str, found)))}; set split")
+    return found[split]
 
 
 def _missing(path: Path) -> ValueError:

@@ -1,62 +1,51 @@
 """Measuring an agent on benchmarks, in training and alone."""
 
 import json
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
 
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
-from megatron_hacpo.config import RunConfig
+from megatron_hacpo.config import RolloutConfig
 from megatron_hacpo.evaluation.benchmark import Benchmark, Measurement
-from megatron_hacpo.inputs import open_pool
+from megatron_hacpo.inputs import Verifiers
 from megatron_hacpo.report.files import plain
-from megatron_hacpo.reward.pool import RewardPool
-from megatron_hacpo.rollout.base import Response
-
-Generate = Callable[..., list[Response] | None]
-"""`Rollout.generate`."""
+from megatron_hacpo.rollout.base import Generate, Response
 
 
 def measure(
     generate: Generate,
     benchmark: Benchmark,
     *,
-    config: RunConfig,
-    agent: str,
+    rollout: RolloutConfig,
     tokenizer: AgentTokenizer,
-    verifier: RewardPool | None,
+    verifiers: Verifiers | None,
 ) -> Measurement | None:
     """Responses to a benchmark and their rewards; a collective where `generate` is one.
 
-    agent: its name. verifier: the run's, on the leader. None where `generate` hands nothing back.
+    rollout: the agent's. verifiers: on the leader. None where `generate` hands nothing back.
     """
     ids = [tokenizer.render_prompt(prompt.messages) for prompt in benchmark.prompts]
+    n = benchmark.settings.samples
+    verifier = None if verifiers is None else verifiers.of(benchmark.settings.verifier)
     texts: dict[int, str] = {}
-    with ExitStack() as stack:
-        if verifier is not None and benchmark.verifier is not None:
-            verifier = stack.enter_context(open_pool(config, benchmark.verifier))
 
-        def submit(index: int, response: Response) -> None:
-            assert verifier is not None
-            texts[index], _ = tokenizer.decode_response(response.token_ids)
-            prompt = benchmark.prompts[index // benchmark.samples]
-            verifier.submit(index, prompt, texts[index], response.finish_reason)
-
-        responses = generate(ids, benchmark.sampling(config.agents[agent].rollout), on_response=submit)
-        if responses is None:
-            return None
+    def submit(index: int, response: Response) -> None:
         assert verifier is not None
-        rewards = verifier.collect().rewards
-    shape = len(benchmark.prompts), benchmark.samples
-    answer = benchmark.answer
+        texts[index], _ = tokenizer.decode_response(response.token_ids)
+        verifier.submit(index, benchmark.prompts[index // n], texts[index], response.finish_reason)
+
+    responses = generate(ids, benchmark.sampling(rollout), on_response=submit)
+    if responses is None:
+        return None
+    assert verifier is not None
+    shape = len(benchmark.prompts), n
     return Measurement(
         benchmark,
-        rewards=rewards.reshape(shape),
+        scored=verifier.collect(),
+        votes=verifier.finds_answers,
         lengths=np.array([len(r.token_ids) for r in responses]).reshape(shape),
         truncated=np.array([r.finish_reason == "length" for r in responses]).reshape(shape),
-        answers=[None if answer is None else answer(texts[i]) for i in range(len(responses))],
         texts=[texts[i] for i in range(len(responses))],
     )
 

@@ -2,39 +2,39 @@
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 from megatron_hacpo.config import ConfigError, RunConfig
+from megatron_hacpo.config.errors import line
 from megatron_hacpo.evaluation.benchmark import Benchmark, Measurement, open_benchmarks
 from megatron_hacpo.evaluation.estimators import half_width
-from megatron_hacpo.evaluation.measure import Generate, measure, write_problems
+from megatron_hacpo.evaluation.measure import measure, write_problems
 from megatron_hacpo.hf.read import is_checkpoint
-from megatron_hacpo.inputs import Prompts, load_tokenizers, open_pool
+from megatron_hacpo.inputs import Prompts, Verifiers, load_tokenizers
 from megatron_hacpo.megatron.runtime import alone
 from megatron_hacpo.report.files import plain
+from megatron_hacpo.rollout.base import Generate
 from megatron_hacpo.rollout.local import LocalEngine
 
 METRICS = "metrics.json"
 
 
-def main(
-    config: RunConfig,
-    candidates: Sequence[tuple[str, str]],
-    benchmarks: Sequence[str] | None,
-    out: Path | None,
-) -> None:
-    """Measure the candidates and print a table.
+def main(config: RunConfig, names: Sequence[str], benchmarks: Sequence[str] | None, out: Path | None) -> None:
+    """Measure agents and print a table.
 
-    candidates: (agent, model folder), one column each. benchmarks: the names of some; None: all. out: gets
-    metrics.json and the files of single problems, a folder for each candidate; None writes nothing.
+    names: of the agents that are measured, a column each; the others' prompt lengths count all the same.
+    benchmarks: the names of some; None: all. out: gets metrics.json and the files of single problems, in a
+    folder for each agent; None writes nothing.
     """
     disable_progress_bar()
     tokenizers = load_tokenizers(config)
@@ -42,31 +42,41 @@ def main(
     chosen = _chosen(open_benchmarks(config, prompts), benchmarks)
     for remark in prompts.remarks:
         print(remark, file=sys.stderr)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    columns: list[list[Measurement]] = []
-    with open_pool(config) as verifier:
-        for agent, model in candidates:
-            tokenizer = tokenizers[agent]
-            with _engine(config, agent, model, tokenizer, device, out) as generate:
-                columns.append([])
-                for benchmark in chosen:
-                    measured = measure(
-                        generate,
-                        benchmark,
-                        config=config,
-                        agent=agent,
-                        tokenizer=tokenizer,
-                        verifier=verifier,
-                    )
-                    assert measured is not None
-                    columns[-1].append(measured)
-    names = _column_names(candidates)
-    if out is not None:
-        for name, column in zip(names, columns, strict=True):
-            _write(column, out / name, texts=config.evaluation.keep_responses)
+    verifiers = Verifiers(config)
+    columns = []
+    for name in names:
+        columns.append(_measured(config, name, chosen, tokenizers[name], verifiers))
+        if out is not None:
+            _write(columns[-1], out / name, texts=config.evaluation.keep_responses)
+    verifiers.close()
     Console().print(table(names, columns))
-    for name, (_, model) in zip(names, candidates, strict=True):
-        print(f"{name}: {model}")
+    for name in names:
+        print(f"{name}: {config.agents[name].model}")
+
+
+def _measured(
+    config: RunConfig,
+    name: str,
+    benchmarks: Sequence[Benchmark],
+    tokenizer: AgentTokenizer,
+    verifiers: Verifiers,
+) -> list[Measurement]:
+    """One agent on all benchmarks."""
+    column = []
+    with _engine(config, name, tokenizer) as generate:
+        for benchmark in benchmarks:
+            measured = measure(
+                generate,
+                benchmark,
+                rollout=config.agents[name].rollout,
+                tokenizer=tokenizer,
+                verifiers=verifiers,
+            )
+            assert measured is not None
+            if complaint := measured.scored.complaint():
+                print(f"warning: {name}, {benchmark.name}: {complaint}", file=sys.stderr)
+            column.append(measured)
+    return column
 
 
 def table(names: Sequence[str], columns: Sequence[Sequence[Measurement]]) -> Table:
@@ -78,22 +88,23 @@ def table(names: Sequence[str], columns: Sequence[Sequence[Measurement]]) -> Tab
     for name in names:
         result.add_column(name, justify="right", overflow="fold")
     for row in zip(*columns, strict=True):
-        first = row[0].per_problem()
-        for metric, values in first.items():
-            cells = [_cell(values.mean(), half_width(values))]
-            for other in row[1:]:
-                theirs = other.per_problem()[metric]
-                difference = theirs - values
-                cells.append(
-                    f"{_cell(theirs.mean(), half_width(theirs))} "
-                    f"({_cell(difference.mean(), half_width(difference), sign='+')})"
-                )
-            result.add_row(metric, str(len(values)), *cells)
-        for what in ("group", "tokens", "truncated", "no_answer", "invalid"):
-            for metric in (m for m in row[0].metrics() if m.startswith(f"{row[0].benchmark.name}/{what}")):
-                if metric.endswith("tokens_max"):
-                    continue
-                result.add_row(f"[dim]{metric}", "", *(f"[dim]{_plain(m.metrics()[metric])}" for m in row))
+        metrics = [measured.metrics() for measured in row]
+        values = [measured.per_problem() for measured in row]
+        for metric, first in values[0].items():
+            cells = [_cell(first.mean(), half_width(first))]
+            for other in (found[metric] for found in values[1:]):
+                difference = other - first
+                change = _cell(difference.mean(), half_width(difference), sign="+")
+                cells.append(f"{_cell(other.mean(), half_width(other))} ({change})")
+            result.add_row(metric, str(len(first)), *cells)
+        shown = {
+            *values[0],
+            *(f"{metric}/ci95" for metric in values[0]),
+            f"{row[0].benchmark.name}/tokens_max",
+        }
+        for metric in metrics[0]:
+            if metric not in shown:
+                result.add_row(f"[dim]{escape(metric)}", "", *(f"[dim]{_plain(m[metric])}" for m in metrics))
         result.add_section()
     return result
 
@@ -118,15 +129,6 @@ def _chosen(benchmarks: Sequence[Benchmark], names: Sequence[str] | None) -> lis
     return [benchmark for benchmark in benchmarks if names is None or benchmark.name in names]
 
 
-def _column_names(candidates: Sequence[tuple[str, str]]) -> list[str]:
-    """The agents' names, with a number where one has several models."""
-    agents = [agent for agent, _ in candidates]
-    return [
-        agent if agents.count(agent) == 1 else f"{agent}-{agents[: i + 1].count(agent)}"
-        for i, agent in enumerate(agents)
-    ]
-
-
 def _write(column: Sequence[Measurement], folder: Path, *, texts: bool) -> None:
     metrics: dict[str, float] = {}
     for measured in column:
@@ -136,47 +138,43 @@ def _write(column: Sequence[Measurement], folder: Path, *, texts: bool) -> None:
 
 
 @contextmanager
-def _engine(
-    config: RunConfig,
-    agent: str,
-    model: str,
-    tokenizer: AgentTokenizer,
-    device: torch.device,
-    out: Path | None,
-) -> Iterator[Generate]:
-    """What generates with the weights of a folder, by the agent's `rollout.engine`."""
-    settings = config.agents[agent].model_copy(update={"model": model})
+def _engine(config: RunConfig, name: str, tokenizer: AgentTokenizer) -> Iterator[Generate]:
+    """What generates with the weights of an agent's folder, by its `rollout.engine`."""
+    settings = config.agents[name]
+    folder = Path(settings.model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if settings.rollout.engine == "sglang":
-        if is_checkpoint(Path(model)):
-            raise ConfigError(
-                [f"--model: {model}: SGLang reads no Megatron checkpoints; use hacpo convert to-hf first"]
-            )
         from megatron_hacpo.rollout.sglang.setup import open_engine
 
-        with alone(torch.device("cpu")) as world:
+        if settings.rollout.sglang.addresses:
+            wrong = "their weights may be anybody's; leave it out, and name rollout.sglang.python"
+            raise ConfigError([line(("agents", name, "rollout", "sglang", "addresses"), "...", wrong)])
+        if is_checkpoint(folder):
+            wrong = "SGLang reads no Megatron checkpoints; use `hacpo convert to-hf` first"
+            raise ConfigError([line(("agents", name, "model"), settings.model, wrong)])
+        with tempfile.TemporaryDirectory() as logs, alone(torch.device("cpu")) as world:
             rollout = open_engine(
-                agent,
+                name,
                 settings,
                 ranks=world,
                 device=device,
                 stop_ids=tokenizer.stop_ids,
-                context=config.longest(agent),
-                run_dir=out or config.path,
-                warn=lambda text: print(f"warning: {text}", file=sys.stderr),
+                context=config.longest(name),
+                run_dir=Path(logs),
+                warn=lambda text: print(f"warning: {name}: {text}", file=sys.stderr),
             )
             try:
                 yield rollout.generate
             finally:
                 rollout.close()
         return
-    engine = LocalEngine(
-        model, dtype=getattr(torch, settings.dtype), device=device, stop_ids=tokenizer.stop_ids
-    )
-    if is_checkpoint(Path(model)):
+    dtype = getattr(torch, settings.dtype)
+    engine = LocalEngine(folder, dtype=dtype, device=device, stop_ids=tokenizer.stop_ids)
+    if is_checkpoint(folder):
         from megatron_hacpo.megatron.convert import checkpoint_tensors
 
         with alone(torch.device("cpu")):
-            tensors, _ = checkpoint_tensors(Path(model), Path(model))
+            tensors, _ = checkpoint_tensors(folder, folder)
             engine.update_weights(tensors, 0)
     yield engine.generate
     engine.close()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_hacpo.config.schema import HELD_OUT
+
 METRICS = "metrics.jsonl"
 """One row a step."""
 EVALUATION = "eval.jsonl"
@@ -15,7 +17,7 @@ SAMPLES = "samples.jsonl"
 """Some responses of each step."""
 
 
-_HEADLINE = re.compile(r"sampled|greedy|.+/avg@\d+")
+_HEADLINE = re.compile(rf"{'|'.join(HELD_OUT)}|.+/avg@\d+")
 
 
 def headlines(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -47,14 +47,14 @@ def table(summary: dict[str, Any]) -> Table:
     """Start -> end, one line an agent."""
     title = f"{summary['run']}: {summary['method']}, {summary['steps']} steps, start -> end"
     agents = summary["agents"]
-    measured = headlines([agent["start"] for agent in agents.values()])
+    measured = headlines(agent[when] for agent in agents.values() for when in ("start", "end"))
     result = Table(title=title, title_justify="left", caption="accuracy", caption_justify="left")
     result.add_column("agent", style="bold")
     result.add_column("model")
     for name in (*measured, "training reward"):
         result.add_column(name, justify="right")
     for name, agent in agents.items():
-        changes = [_change(agent["start"][key], agent["end"][key]) for key in measured]
+        changes = [_change(agent["start"].get(key), agent["end"].get(key)) for key in measured]
         result.add_row(
             name, agent["model"], *changes, _change(agent["reward"]["first"], agent["reward"]["last"])
         )

@@ -37,8 +37,8 @@ class Verifier:
 
     needs_stop: a response that was cut at the token limit gets the lowest reward; `check` does not see it.
     warm_up: (text, answer) pairs that are checked once when a pool starts, to load what is loaded late.
-    answer: the answer in a response's text, in one notation, or None without one; it never raises and takes
-    linear time. Equal ones have equal rewards, but not all that `check` finds equal are written alike.
+    answer: the answer in a response's text, in one notation, or None without one. Responses with the same one
+    vote together (maj@n); not all that `check` finds equal need be written alike.
     """
 
     name: str
@@ -51,12 +51,13 @@ class Verifier:
 class Outcome(msgspec.Struct, frozen=True):
     """One response's verdict: a reward, or None with the reason; without a reason the verifier gave none.
 
-    detail: for people, what went wrong.
+    detail: for people, what went wrong. answer: the verifier's `answer` of it.
     """
 
     reward: float | None
     failure: Reason | None = None
     detail: str = ""
+    answer: str | None = None
 
 
 def check_one(verifier: Verifier, text: str, answer: object, reward_range: tuple[float, float]) -> Outcome:
@@ -69,7 +70,7 @@ def check_one(verifier: Verifier, text: str, answer: object, reward_range: tuple
         value = verifier.check(text, _ground_truth(answer))
         if inspect.isawaitable(value):
             value = asyncio.run(_wait_for(value))
-        return _judge(value, reward_range)
+        return msgspec.structs.replace(_judge(value, reward_range), answer=_answer(verifier, text))
     except MemoryError:
         raise
     except BadGroundTruth as error:
@@ -80,6 +81,11 @@ def check_one(verifier: Verifier, text: str, answer: object, reward_range: tuple
 
 async def _wait_for(value: Awaitable[Any]) -> Any:
     return await value
+
+
+def _answer(verifier: Verifier, text: str) -> str | None:
+    found = None if verifier.answer is None else verifier.answer(text)
+    return None if found is None else found.encode(errors="backslashreplace").decode()
 
 
 def _ground_truth(answer: object) -> str:
@@ -127,11 +133,12 @@ class RewardResult:
     """A batch's rewards, in the order of its responses.
 
     rewards: float64 [responses], NaN where there is no valid reward. failures: in order; their responses have
-    no valid reward or the lowest one, as the pool was told.
+    no valid reward or the lowest one, as the pool was told. answers: of each response, None without one.
     """
 
     rewards: np.ndarray
     failures: tuple[Failure, ...] = ()
+    answers: tuple[str | None, ...] = ()
 
     @property
     def invalid(self) -> int:

@@ -60,7 +60,7 @@ def _in_one_notation(answer: str | None) -> str | None:
     if answer is None or len(answer) > LONGEST or not (answer := clean(answer)):
         return None
     value = number(answer)
-    return answer if value is None else str(value)
+    return answer if value is None else f"{value}%" if answer.endswith("%") else str(value)
 
 
 def _equal(answer: str | None, truth: str, parsed_truth: Any) -> bool:

@@ -83,6 +83,7 @@ class RewardPool:
             self.close()
             raise ValueError(started.error)
         self.name = started.name
+        self.finds_answers = started.finds_answers
         self._of_truncated = of_truncated(truncated, needs_stop=started.needs_stop, lowest=reward_range[0])
 
     def submit(self, index: int, prompt: Prompt, text: str, finish_reason: str) -> None:
@@ -111,7 +112,7 @@ class RewardPool:
             elif outcome.reward is not None:
                 rewards[index] = outcome.reward
         self._open.clear()
-        return RewardResult(rewards, tuple(failures))
+        return RewardResult(rewards, tuple(failures), tuple(outcomes[i].answer for i in range(len(rewards))))
 
     def score(
         self, prompts: Sequence[Prompt], texts: Sequence[str], finish_reasons: Sequence[str]

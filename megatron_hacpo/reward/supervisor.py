@@ -78,6 +78,7 @@ class Started(msgspec.Struct, frozen=True):
     error: str | None = None
     name: str = ""
     needs_stop: bool = False
+    finds_answers: bool = False
 
 
 class _Supervisor:
@@ -266,7 +267,10 @@ def main(arguments: Iterable[str]) -> None:
         return
     gc.collect()
     gc.freeze()  # workers then share what is loaded instead of copying it
-    trainer.send_bytes(msgspec.json.encode(Started(name=verifier.name, needs_stop=verifier.needs_stop)))
+    started = Started(
+        name=verifier.name, needs_stop=verifier.needs_stop, finds_answers=verifier.answer is not None
+    )
+    trainer.send_bytes(msgspec.json.encode(started))
     _Supervisor(settings, verifier, trainer, resident("self")).run()
 
 

@@ -55,6 +55,14 @@ def ignore(index: int, response: Response) -> None:
     """For those who wait for all responses."""
 
 
+class Generate(Protocol):
+    """`Engine.generate` or `Rollout.generate`."""
+
+    def __call__(
+        self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
+    ) -> list[Response] | None: ...
+
+
 class Engine(Protocol):
     """Generates responses with the newest weights it was given; lives in one process."""
 

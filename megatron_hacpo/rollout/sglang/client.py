@@ -85,9 +85,9 @@ class ServerClient:
         return dict(await self.post("/generate", body, seconds=None))
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        session, self._session = self._session, None  # first: closing takes a while
+        if session is not None:
+            await session.close()
 
     async def _request(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
         """Raises ServerGone without an answer, ServerError for one that is not 200."""

@@ -120,21 +120,20 @@ class Generation:
     async def _ask(self, member: Member, index: int) -> None:
         """One request. What comes back is a response, or the request waits again."""
         prompt = self._prompts[index // self._sampling.responses_per_prompt]
-        client, incarnation = member.client, member.incarnation
+        incarnation = member.incarnation
         rid = f"{self._name}-{index:08d}-{self._attempts[index]:02d}"
         self._attempts[index] += 1
         try:
-            answer = await client.generate(rid, list(prompt), self._request)
+            answer = await member.client.generate(rid, list(prompt), self._request)
             response = response_of(answer, self._sampling, stop_ids=self._stop_ids, version=self._version)
             self._responses[index] = response
             self.completed.put((index, response))
         except ServerError as error:
-            # A connection may be lost without its server.
-            lost = isinstance(error, ServerGone) and not await client.healthy(self._hang_seconds)
-            self._waiting.append(index)
-            if lost:
+            if isinstance(error, ServerGone) and await self._is_lost(member, incarnation):
+                self._waiting.appendleft(index)
                 await self._members.fail(member, str(error), incarnation)
                 return
+            self._waiting.append(index)
             self._refusals[index] += 1
             if self._refusals[index] == ATTEMPTS:
                 raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error
@@ -142,6 +141,11 @@ class Generation:
             raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error
         finally:
             self._in_flight[member] -= 1
+
+    async def _is_lost(self, member: Member, incarnation: int) -> bool:
+        """Whether a server did not answer because it is dead, and not because a connection was lost."""
+        known = member.state != "serving" or member.incarnation != incarnation
+        return known or not await member.client.healthy(self._hang_seconds)
 
     async def _watch(self, member: Member) -> None:
         """Find out when it hangs, which no request does: a response may take any time."""

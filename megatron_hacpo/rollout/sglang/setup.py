@@ -97,13 +97,13 @@ def open_engine(
     run_dir: Path,
     warn: Callable[[str], None],
 ) -> SGLangRollout:
-    """As `open_rollout`, of servers that generate with the weights of their own folder; ranks: one."""
+    """As `open_rollout`, of managed servers that generate with the weights of their folder; ranks: one."""
     sglang = settings.rollout.sglang
     loop = LoopThread()
     members = _start(name, settings, context, run_dir, 0, device, warn, loop)
     rollout = SGLangRollout(
         ranks,
-        OwnWeights(),
+        OwnWeights(loop, lambda number: members.all[number].client),
         None,
         members,
         loop,

@@ -72,28 +72,24 @@ class Sync(Protocol):
 class OwnWeights:
     """Servers that keep the weights of their folder and only learn how they are called."""
 
-    def __init__(self) -> None:
-        self._loop = LoopThread()
+    def __init__(self, loop: LoopThread, clients: Callable[[int], ServerClient]) -> None:
+        """clients: by a server's number, in `loop`."""
+        self._loop = loop
+        self._clients = clients
 
     def update(self, targets: Servers, version: int) -> None:
         failed = {}
-        for number, _, _, url, key in targets:
+        request = {"new_version": str(version), "abort_all_requests": False}
+        for number, *_ in targets:
             try:
-                self._loop.run(_call(ServerClient(url, key), str(version)))
+                self._loop.run(self._clients(number).post("/update_weight_version", request))
             except ServerError as error:
                 failed[number] = str(error)
         if failed:
             raise SyncFailed(failed)
 
     def close(self) -> None:
-        self._loop.close()
-
-
-async def _call(client: ServerClient, version: str) -> None:
-    try:
-        await client.post("/update_weight_version", {"new_version": version, "abort_all_requests": False})
-    finally:
-        await client.close()
+        """Nothing is open."""
 
 
 class WeightSync:

@@ -45,7 +45,7 @@ class Transport(Protocol):
     """Raises ServerError where a server does not take part; the sync then starts anew without it."""
 
     async def prepare(self, target: Target) -> None:
-        """Stop generating, drop cached keys and values, get ready for weights."""
+        """Stop generating and get ready for weights."""
         ...
 
     def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
@@ -110,7 +110,7 @@ class DistributedTransport:
         await _end(target, version)
 
     def send(self, targets: Sequence[Target], bucket: Bucket) -> None:
-        """One broadcast per tensor, from where it lies: a flat copy would cost more than it saves."""
+        """One broadcast per tensor, from where it lies: over gloo, a flat copy takes as long again."""
         self._join(targets)
         tensors = [tensor.contiguous() for _, tensor in bucket]
         request = {
