@@ -315,3 +315,16 @@ def test_configuration_page_is_up_to_date() -> None:
     command = [sys.executable, str(ROOT / "tools/write_config_reference.py"), "--check"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_papers_evaluation_is_complete_in_its_section() -> None:
+    """So it can be copied: no anchor of another section is used in it."""
+    file = ROOT / "examples/paper/evaluation.yaml"
+    text = file.read_text()
+    section = yaml12.parse(text[text.index("evaluation:\n") :])
+    benchmarks = load(file).evaluation.benchmarks
+    assert list(section["evaluation"]["benchmarks"]) == list(benchmarks)
+    assert len(benchmarks) == 7
+    assert {benchmark.template.count(r"\boxed{}") for benchmark in benchmarks.values()} == {1}
+    assert (benchmarks["aime25"].samples, benchmarks["aime25"].temperature) == (30, 1.0)
+    assert {b.temperature for name, b in benchmarks.items() if name != "aime25"} == {0.0}

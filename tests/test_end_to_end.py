@@ -243,7 +243,10 @@ def test_odd_prompts_and_rewards_that_are_none_or_nan(runs: Path) -> None:
 
 def test_one_agent_under_torchrun_with_two_processes(runs: Path, pair: Path) -> None:
     """`hacpo train` needs no launcher where nothing is exchanged: torchrun's own store serves the world."""
-    settings = [*SMALL, f"run.dir={runs}", "run.name=torchrun", "run.steps=1", "agents.B=null"]
+    write_jsonl(rule_task.held_out(8), runs / "torchrun.jsonl")
+    benchmark = f"{{path: {runs / 'torchrun.jsonl'}, samples: 2, temperature: 1.0, verifier: match}}"
+    measured = ["evaluation.prompts=0", f"evaluation.benchmarks.mine={benchmark}"]
+    settings = [*SMALL, *measured, f"run.dir={runs}", "run.name=torchrun", "run.steps=1", "agents.B=null"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "megatron_hacpo", "train", "examples/tiny/pair.yaml", "--agent", "A"]
     for setting in [*settings, "agents.A.parallel.tensor=2"]:
@@ -254,6 +257,10 @@ def test_one_agent_under_torchrun_with_two_processes(runs: Path, pair: Path) -> 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert rows(runs / "torchrun", "A")[0]["reward/mean"] == rows(pair, "A")[0]["reward/mean"]
+    start, end = rows(runs / "torchrun", "A", "eval.jsonl")
+    alone = rows(launch(runs, "one", *measured, "agents.B=null", "run.steps=1"), "A", "eval.jsonl")[0]
+    assert start == alone
+    assert 0.0 < end["mine/avg@2"] < 1.0
 
 
 def test_single_agent_run_has_no_cross_values(runs: Path) -> None:

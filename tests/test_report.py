@@ -148,6 +148,15 @@ def test_summary_of_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert (summary["steps"], summary["wall_seconds"]) == (0, None)
     assert summary["agents"]["B"]["end"] == {"step": None}
     assert summary["agents"]["B"]["reward"] == {"first": None, "last": None}
+    table(summary)
+
+
+def test_table_of_agents_of_which_one_was_not_measured_yet(tmp_path: Path) -> None:
+    run_dir = a_run(tmp_path)
+    (run_dir / "B" / "eval.jsonl").write_text("")
+    console = Console(width=120, record=True)
+    console.print(table(summarise(run_dir)))
+    assert "- -> -" in console.export_text()
 
 
 def test_table_shows_start_and_end(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_hacpo.rollout.base import Response, Sampling
-from megatron_hacpo.rollout.sglang.client import ServerError, ServerGone
+from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members
 from megatron_hacpo.rollout.sglang.rollout import SGLangRollout
@@ -92,7 +92,7 @@ def loop() -> Iterator[LoopThread]:
     loop.close()
 
 
-def open_fake(loop: LoopThread, *members: Member) -> SGLangRollout:
+def open_fake(loop: LoopThread, *members: Member, hang_seconds: float = 5.0) -> SGLangRollout:
     for member in members:
         member.state = "serving"
     return SGLangRollout(
@@ -103,7 +103,7 @@ def open_fake(loop: LoopThread, *members: Member) -> SGLangRollout:
         loop,
         stop_ids=[STOP],
         max_concurrent=4,
-        hang_seconds=5.0,
+        hang_seconds=hang_seconds,
     )
 
 
@@ -186,6 +186,27 @@ def test_a_request_that_always_loses_its_connection_ends_the_run(loop: LoopThrea
 
     with pytest.raises(RuntimeError, match=r"server 0 .*, request .*: server disconnected"):
         open_fake(loop, Member(0, Client(reset), 1)).generate(PROMPTS, SAMPLING)
+
+
+def test_a_server_that_hangs_is_replaced(loop: LoopThread) -> None:
+    """Over a real connection that nobody answers: what waits for it learns of its end by the closing."""
+
+    async def silent() -> asyncio.Server:
+        async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+
+        return await asyncio.start_server(never, "127.0.0.1", 0)
+
+    server = loop.run(silent())
+    port = server.sockets[0].getsockname()[1]
+    hung = Member(0, ServerClient(f"http://127.0.0.1:{port}", None), 1)
+    hung.start, hung.restarts_left = (lambda: Restarted(Client(at_once))), 1
+    rollout = open_fake(loop, hung, Member(1, Client(at_once), 1), hang_seconds=0.5)
+    reported: list[int] = []
+    responses = rollout.generate(PROMPTS, SAMPLING, on_response=lambda index, _: reported.append(index))
+    assert sorted(reported) == list(range(COUNT)) == list(range(len(responses)))
+    assert hung.incarnation == 1
+    server.close()
 
 
 async def all_answers(client: Client) -> None:

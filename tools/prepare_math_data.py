@@ -218,14 +218,16 @@ def convert(
                 raise LeftOut("the problem occurred before" + ("" if same else ", with another answer"))
             if prompt.id in place_of:
                 raise ValueError(f"id {prompt.id!r} is already that of {place_of[prompt.id]}")
+            try:
+                check("", prompt.answer)
+            except BadGroundTruth as error:
+                what = f"{'kept' if keep_unreadable else 'left out'}, unreadable answer"
+                count(what, f"{row.place}: {error}")
+                if not keep_unreadable:
+                    continue  # and a later copy of the problem may do
             answer_of[problem], place_of[prompt.id] = prompt.answer, row.place
-            check("", prompt.answer)
         except LeftOut as reason:
             count(f"left out, {reason}", row.place)
-        except BadGroundTruth as error:
-            if keep_unreadable:
-                prompts.append(prompt)
-            count(f"{'kept' if keep_unreadable else 'left out'}, unreadable answer", f"{row.place}: {error}")
         except ValueError as error:
             if not skip_bad:
                 raise ValueError(f"{row.place}: {error}") from error
