@@ -120,7 +120,8 @@ def evaluate(
     _warn(run, training=False)
     from megatron_hacpo.evaluation.standalone import main as measure
 
-    measure(run, names, benchmarks.split(",") if benchmarks else None, out)
+    chosen = None if benchmarks is None else [name.strip() for name in benchmarks.split(",")]
+    measure(run, names, chosen, out)
 
 
 @app.command()

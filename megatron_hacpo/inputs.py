@@ -55,6 +55,12 @@ class Prompts:
                     f"{first.id}: {first.answer!r})",
                 )
         prompts = self._short_enough("data", prompts)
+        if len(prompts) < size:
+            left_out = f" ({'; '.join(self.remarks)})" if self.remarks else ""
+            raise ValueError(
+                f"batch.prompts: {size}: data.path has {len(prompts)} usable prompts{left_out}; lower "
+                "batch.prompts or add prompts"
+            )
         source = ListSource(prompts, seed=seed, batch_size=size)
         steps = len(prompts) / size
         self.remarks.append(f"data.path: {len(prompts)} prompts; an epoch is {steps:.4g} steps")
@@ -158,6 +164,8 @@ class Verifiers:
         self._config = config
         self._pools: dict[str, RewardPool] = {}
         self.usual = self.of(None)
+        for benchmark in config.evaluation.benchmarks.values():
+            self.of(benchmark.verifier)
 
     def of(self, verifier: Spec | None) -> RewardPool:
         """A benchmark's own, which gives rewards from 0 to 1; the run's for None."""

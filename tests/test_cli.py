@@ -67,7 +67,7 @@ MISTAKES = [
     (["data.task=null", "data.path=none.jsonl"], 'data.path: "none.jsonl": cannot be read'),
     (
         ["data.task=null", "data.path=/dev/null"],
-        "data.path: /dev/null: holds no prompts",
+        "data.path: /dev/null is neither a file nor a folder",
     ),
     (["algorithm.delta_step=0.3"], "algorithm.delta_step: 0.3 closes the clipping window"),
 ]

@@ -364,6 +364,12 @@ def test_a_bad_data_file_is_one_line(tmp_path: Path, content: str | None, expect
             "math.max_response_tokens: 9999: with the prompt up to 10031 tokens, and agent A's model reads",
         ),
         (
+            "evaluation.benchmarks.math={path: FILE, verifier: {exact: 1.0, match: 0.2}}",
+            "the weights add up to more than 1, the highest reward of a benchmark; lower them",
+        ),
+        ("evaluation.benchmarks.math={path: FILE, temperature: 1e-5}", "math.temperature: 1e-05: too low"),
+        ("evaluation.benchmarks.math={path: FILE, pass_at: 1}", "math.pass_at: 1: not a list; write [a, b]"),
+        (
             "reward.overlong_buffer=13",
             "reward.overlong_buffer: 13: more than agent A's rollout.max_response_t",
         ),

@@ -1,6 +1,7 @@
 """Prompts out of every kind of file, and every row that is none."""
 
 import json
+import os
 import runpy
 import sys
 import tracemalloc
@@ -121,6 +122,18 @@ def test_every_kind_of_file(write: Callable[[Path], Path], tmp_path: Path) -> No
     ]
 
 
+def test_numbers_of_tables_are_written_as_they_were(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    found = {"half": pyarrow.float16(), "single": pyarrow.float32(), "double": pyarrow.float64()}
+    numbers = {name: pyarrow.array([0.1, 72.0], kind) for name, kind in found.items()}
+    parquet.write_table(pyarrow.table({"prompt": ["a", "b"], **numbers}), tmp_path / "rows.parquet")
+    for name in found:
+        prompts = read_prompts(tmp_path / "rows.parquet", Columns(answer=name)).prompts
+        assert [prompt.answer for prompt in prompts] == ["0.1", "72"]
+
+
 def test_a_column_of_images_needs_no_decoding(tmp_path: Path) -> None:
     import datasets
 
@@ -174,6 +187,13 @@ BAD_ROWS = [
     (b'{"prompt": [{"role": "user"}], "answer": 1}', "'prompt' must be"),
     (b'{"prompt": [{"role": "user", "content": null}], "answer": 1}', "'prompt' must be"),
     (b'{"prompt": ["x"], "answer": 1}', "'prompt' must be"),
+    (b'{"prompt": [{"role": "user", "content": [{"type": "text", "text": null}]}], "answer": 1}', "must be"),
+    (b'{"prompt": [{"role": "banana", "content": "x"}], "answer": 1}', "'prompt' has the role 'banana'"),
+    (
+        b'{"prompt": [{"role": "assistant", "content": "x"}], "answer": 1}',
+        "ends with a message of the assistant",
+    ),
+    (b'{"prompt": "x", "answer": 1, "id": "a\\nb"}', "the id 'a\\\\nb' has characters that cannot be shown"),
     (
         b'{"prompt": [{"role": "user", "content": [{"type": "image", "image": "x.png"}]}], "answer": 1}',
         "'prompt' has image in a message; only text can be trained on",
@@ -259,21 +279,36 @@ def test_an_empty_file_is_refused(tmp_path: Path, content: str) -> None:
 
 def test_what_is_no_data_is_refused(tmp_path: Path) -> None:
     (tmp_path / "rows.parquet").write_text("text")
-    with pytest.raises(ValueError, match=r"rows.parquet: not a parquet file"):
+    with pytest.raises(ValueError, match=r"rows.parquet: no parquet file, or a damaged one"):
         read_prompts(tmp_path / "rows.parquet")
     (tmp_path / "folder").mkdir()
     with pytest.raises(ValueError, match="folder: no data set"):
         read_prompts(tmp_path / "folder")
-    lines(tmp_path / "folder" / "train.jsonl", *ROWS).open("a").write("{not JSON\n")
-    with pytest.raises(ValueError, match="folder: no data set, or a file in it is damaged"):
+    lines(tmp_path / "folder" / "train.jsonl", *ROWS)
+    with pytest.raises(ValueError, match=r"folder: no data set: no parquet files.*give .jsonl, .json, "):
         read_prompts(tmp_path / "folder")
+    as_hub_folder(tmp_path)
+    damaged = tmp_path / "rows" / "data" / "train-00000-of-00001.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-40] + b"x" * 40)
+    with pytest.raises(ValueError, match=r"train-00000-of-00001.parquet: no parquet file, or a damaged one"):
+        read_prompts(tmp_path / "rows")
+    for name in ("rows.csv", "rows.jsonl.gz", "rows"):
+        (tmp_path / "kinds").mkdir(exist_ok=True)
+        (tmp_path / "kinds" / name).write_text("prompt,answer\n")
+        with pytest.raises(
+            ValueError, match=r"none of the names that are read; give .jsonl, .json, .parquet"
+        ):
+            read_prompts(tmp_path / "kinds" / name)
+    os.mkfifo(tmp_path / "fifo.jsonl")
+    with pytest.raises(ValueError, match=r"fifo.jsonl is neither a file nor a folder"):
+        read_prompts(tmp_path / "fifo.jsonl")
     path = lines(tmp_path / "bad.jsonl", {"prompt": 1})
     with pytest.raises(ValueError, match=r"holds no prompts \(1 bad rows, the first: .*bad.jsonl:1"):
         read_prompts(path, bad_rows="skip")
 
 
 def test_a_template_is_for_single_messages(tmp_path: Path) -> None:
-    dialogue = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    dialogue = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     path = lines(tmp_path / "rows.jsonl", {"prompt": dialogue, "answer": 1})
     with pytest.raises(ValueError, match=r"rows.jsonl:1: template and system are for single user messages"):
         read_prompts(path, Columns(template="{prompt}!"))
@@ -284,7 +319,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     prompts = [
         *rule_task.held_out(8),
         Prompt("dialogue", (system, user), "c"),
-        Prompt("assistant", ({"role": "assistant", "content": "a"},), "\u2028"),
+        Prompt("after", ({"role": "assistant", "content": "a"}, user), "\u2028"),
     ]
     write_jsonl(prompts, tmp_path / "out.jsonl")
     assert read_prompts(tmp_path / "out.jsonl").prompts == prompts

@@ -2,6 +2,7 @@
 
 import math
 import re
+import time
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -94,6 +95,20 @@ def test_overlong_responses_lose_more_the_nearer_the_limit_and_never_fall_below_
     assert shaped.dtype == np.float64
     assert shaped[:8].tolist() == pytest.approx([1.0, 1.0, 0.875, 0.75, 0.5, 0.5, 0.0, 0.0], abs=1e-12)
     assert np.isnan(shaped[8])
+
+
+def test_a_sum_of_weights_may_be_a_little_off_the_range() -> None:
+    weighted = Verifier("sum", lambda text, answer: float(text))
+    assert 0.8 + 0.4 > 1.2
+    assert check_one(weighted, str(0.8 + 0.4), "", (0.0, 1.2)).reward == 1.2
+    assert check_one(weighted, "1.21", "", (0.0, 1.2)).failure == "out_of_range"
+
+
+def test_the_stated_choice_is_found_in_linear_time() -> None:
+    check = get_verifier("choice").check
+    start = time.process_time()
+    assert check("the answer is" + " " * 200_000 + "x", "B") == 0.0
+    assert time.process_time() - start < 1.0
 
 
 CHOICES = [
@@ -197,7 +212,7 @@ def test_weights_are_numbers_of_verifiers_that_exist() -> None:
     both = get_verifier({"boxed": 0.75, "exact": 0.25})
     assert both.name == "0.75 boxed + 0.25 exact"
     assert both.needs_stop
-    assert check_one(both, r"\boxed{5}", "5", UNIT) == Outcome(0.75)
+    assert check_one(both, r"\boxed{5}", "5", UNIT) == Outcome(0.75, answer="5")
     assert check_one(both, "5", "5", UNIT) == Outcome(0.25)
     for spec, message in (
         ({}, "names no verifier"),

@@ -172,7 +172,7 @@ def _rows(layout: str, source: Path, split: str | None) -> Iterator[Row]:
     for number, file in enumerate(in_order, 1):
         try:
             values = {**json.loads(file.read_bytes()), "unique_id": f"{file.parent.name}/{file.stem}"}
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             yield Row(number, str(file), None, f"not a JSON object ({error})")
         else:
             yield Row(number, str(file), values)

@@ -54,6 +54,11 @@ def _sampling_problems(key: str, benchmark: BenchmarkConfig) -> Iterator[str]:
         if k > benchmark.samples:
             wrong = f"needs as many responses, samples is {benchmark.samples}; raise that or lower k"
             yield line(f"{key}.pass_at", k, wrong)
+    if benchmark.temperature is not None and 0.0 < benchmark.temperature < 0.01:
+        yield line(f"{key}.temperature", benchmark.temperature, "too low to sample; write 0 for greedy")
+    if isinstance(benchmark.verifier, dict) and sum(map(abs, benchmark.verifier.values())) > 1.0 + 1e-9:
+        wrong = "the weights add up to more than 1, the highest reward of a benchmark; lower them"
+        yield line(f"{key}.verifier", benchmark.verifier, wrong)
     if benchmark.verifier is not None:
         try:
             get_verifier(benchmark.verifier)

@@ -88,7 +88,9 @@ def _explain(found: ErrorDetails) -> str:
     path, value, kind, context = found["loc"], found["input"], found["type"], found.get("ctx", {})
     if kind == "missing" and not isinstance(path[-1], int):
         return f"{dotted(path)}: missing; add it"
-    if kind == "missing" or kind in ("too_long", "tuple_type"):
+    if kind == "tuple_type":
+        return line(path, value, "not a list; write [a, b]")
+    if kind in ("missing", "too_long"):
         return line(
             path[:-1] if kind == "missing" else path, value, "not a list of two numbers; write [a, b]"
         )

@@ -10,6 +10,8 @@ from typing import Any, Literal
 from megatron_hacpo.data.prompts import PLACEHOLDER, Columns, Prompt
 from megatron_hacpo.data.rows import Row, read_rows
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 BadRows = Literal["refuse", "skip"]
 
 
@@ -88,12 +90,22 @@ def _prompt(row: Row, default_id: str, columns: Columns) -> Prompt:
     prompt = Prompt(
         id=default_id if own_id is None else str(own_id),
         messages=_dressed(messages, columns),
-        answer=str(answer),
+        answer=_text(answer),
         group="" if group is None else str(group),
     )
+    for name, text in (("id", prompt.id), ("group", prompt.group)):
+        if not text.isprintable():
+            raise ValueError(f"the {name} {text!r} has characters that cannot be shown")
     for text in (prompt.id, prompt.answer, prompt.group, *(m["content"] for m in prompt.messages)):
         text.encode("utf-8")  # a lone surrogate such as "\ud800" would fail in the middle of the run
     return prompt
+
+
+def _text(answer: str | int | float) -> str:
+    """A number as its shortest decimal text: a table may have 72 as 72.0."""
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < 2**53:
+        answer = int(answer)
+    return str(answer)
 
 
 def _value(values: dict[str, Any], key: str) -> Any:
@@ -118,9 +130,16 @@ def _messages(value: Any, key: str) -> tuple[dict[str, str], ...]:
     messages = [_message(message, key) for message in value] if isinstance(value, list) else []
     if not messages or None in messages:
         raise ValueError(
-            f"{key!r} must be a non-empty string or a list of {{'role', 'content'}} messages of text"
+            f"{key!r} must be a non-empty string or a list of messages of text, which have the keys role and "
+            "content and no other"
         )
-    return tuple(message for message in messages if message is not None)
+    known = tuple(message for message in messages if message is not None)
+    for message in known:
+        if message["role"] not in ROLES:
+            raise ValueError(f"{key!r} has the role {message['role']!r}; the roles are {', '.join(ROLES)}")
+    if known[-1]["role"] not in ("user", "tool"):
+        raise ValueError(f"{key!r} ends with a message of the {known[-1]['role']}; nothing is asked")
+    return known
 
 
 def _message(message: Any, key: str) -> dict[str, str] | None:
@@ -134,7 +153,10 @@ def _message(message: Any, key: str) -> dict[str, str] | None:
         if kinds - {"text"}:
             other = ", ".join(sorted(str(kind) for kind in kinds - {"text"}))
             raise ValueError(f"{key!r} has {other} in a message; only text can be trained on")
-        message["content"] = "".join(str(part.get("text", "")) for part in content)
+        parts = [part.get("text") for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            return None
+        message["content"] = "".join(parts)
     good = message.keys() == {"role", "content"} and all(isinstance(v, str) for v in message.values())
     return message if good else None
 

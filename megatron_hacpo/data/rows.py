@@ -1,12 +1,18 @@
-"""Rows out of files: JSON lines, JSON, parquet, and folders as Hugging Face's datasets library has them."""
+"""Rows out of files: JSON lines, JSON, parquet, and folders with a data set."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 LONGEST_LINE = 16 * 2**20
 """Bytes of a line. What is longer is no row, but a file that has lost its line ends."""
+
+_KINDS = "give .jsonl, .json, .parquet, or a data set's folder"
+_PART = re.compile(r"-\d+-of-\d+$")
 
 _TABLE_ROWS = 1000
 """Rows of a table that are turned into Python values at a time."""
@@ -25,22 +31,27 @@ class Row(NamedTuple):
 def read_rows(path: str | Path, split: str | None = None) -> Iterator[Row]:
     """The rows of a file, or of a folder with a data set, in their order; blank lines are left out.
 
-    path: a JSON array of objects (`.json`), JSON lines (whatever else the file is called), `.parquet`, or a
-    folder: what `Dataset.save_to_disk` wrote, or data files as they come from a hub. split: of a folder's;
-    may be left out where there is only one.
-    Raises ValueError for a file that is not what its name says, for a folder without such a split, and for a
-    package that is not installed; OSError for what cannot be read.
+    path: `.jsonl`; `.json`, an array of objects or lines as well; `.parquet`; or a folder: what
+    `Dataset.save_to_disk` wrote, or parquet files SPLIT.parquet or SPLIT-00000-of-00001.parquet, in it or in
+    its folder data/, as hubs have them. split: of a folder's; may be left out where there is only one.
+    Raises ValueError for what is none of these or not what its name says, for a folder without such a split,
+    and for a package that is not installed; OSError for what cannot be read.
     """
     path = Path(path)
     if path.is_dir():
-        return _tables(path, _folder_tables(path, split))
+        return _tables(path, _saved(path, split) if _is_saved(path) else _parquet_files(path, split))
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is neither a file nor a folder; {_KINDS}")
     if split is not None and path.is_file():
         raise ValueError(f"{path} is a file and has no split {split!r}; leave split out")
-    if path.suffix == ".parquet":
-        return _tables(path, _parquet_tables(path))
-    if path.suffix == ".json" and _first_character(path) == b"[":
-        return _array(path)
-    return _lines(path)
+    match path.suffix.lower():
+        case ".parquet":
+            return _tables(path, _parquet(path))
+        case ".json" if _first_character(path) == b"[":
+            return _array(path)
+        case ".json" | ".jsonl":
+            return _lines(path)
+    raise ValueError(f"{path} has none of the names that are read; {_KINDS}")
 
 
 def _lines(path: Path) -> Iterator[Row]:
@@ -129,12 +140,28 @@ def _first_character(path: Path) -> bytes:
 def _tables(path: Path, tables: Iterator[Any]) -> Iterator[Row]:
     number = 0
     for table in tables:
-        for values in table.to_pylist():
+        try:
+            rows = _python_rows(table)
+        except (UnicodeDecodeError, OverflowError) as error:
+            raise ValueError(f"{path}: rows {number + 1} to {number + len(table)}: {error}") from None
+        for values in rows:
             number += 1
             yield Row(number, f"{path}: row {number}", values)
 
 
-def _parquet_tables(path: Path) -> Iterator[Any]:
+def _python_rows(table: Any) -> list[dict[str, Any]]:
+    """A table's rows. Numbers of 16 and 32 bits as they are written, not as the nearest of 64 bits."""
+    rows: list[dict[str, Any]] = table.to_pylist()
+    for field in table.schema:
+        if str(field.type) in ("float", "halffloat"):
+            narrow = np.float32 if str(field.type) == "float" else np.float16
+            for row in rows:
+                if row[field.name] is not None:
+                    row[field.name] = float(str(narrow(row[field.name])))
+    return rows
+
+
+def _parquet(path: Path) -> Iterator[Any]:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -142,43 +169,52 @@ def _parquet_tables(path: Path) -> Iterator[Any]:
         raise _missing(path) from None
     try:
         yield from pyarrow.parquet.ParquetFile(path).iter_batches(_TABLE_ROWS)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a parquet file ({' '.join(str(error).split())})") from None
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the file system, not of the format
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: no parquet file, or a damaged one ({reason[:300]})") from None
 
 
-def _folder_tables(path: Path, split: str | None) -> Iterator[Any]:
+def _parquet_files(folder: Path, split: str | None) -> Iterator[Any]:
+    files: dict[str, list[Path]] = {}
+    for file in sorted([*folder.glob("*.parquet"), *folder.glob("data/*.parquet")]):
+        files.setdefault(_PART.sub("", file.stem), []).append(file)
+    if not files:
+        raise ValueError(f"{folder}: no data set: no parquet files, and not from save_to_disk; {_KINDS}")
+    for file in files[_split(folder, files, split)]:
+        yield from _parquet(file)
+
+
+def _is_saved(folder: Path) -> bool:
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
+def _saved(folder: Path, split: str | None) -> Iterator[Any]:
     try:
         import datasets
     except ModuleNotFoundError:
-        raise _missing(path) from None
-    saved = (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
+        raise _missing(folder) from None
     try:
-        # Streaming: nothing is copied into a cache.
-        found = (
-            datasets.load_from_disk(str(path)) if saved else datasets.load_dataset(str(path), streaming=True)
-        )
-        chosen = _chosen(path, found, split) if isinstance(found, dict) else found
-        yield from chosen.with_format("arrow").iter(batch_size=_TABLE_ROWS)
-    except _NoSplit:
-        raise
-    except (ValueError, TypeError, OSError, datasets.exceptions.DatasetsError) as error:
+        found = datasets.load_from_disk(str(folder))
+    except (ValueError, TypeError, KeyError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{path}: no data set, or a file in it is damaged ({reason[:300]})") from None
-    if split is not None and not isinstance(found, dict):
-        raise ValueError(f"{path} has no splits; leave split out")
+        raise ValueError(f"{folder}: a damaged data set ({reason[:300]})") from None
+    if isinstance(found, dict):
+        found = found[_split(folder, found, split)]
+    elif split is not None:
+        raise ValueError(f"{folder} has no splits; leave split out")
+    yield from found.with_format("arrow").iter(batch_size=_TABLE_ROWS)
 
 
-class _NoSplit(ValueError):  # noqa: N818 - reads as what happened
-    """A folder has several splits, and not the one that was asked for."""
-
-
-def _chosen(path: Path, found: Any, split: str | None) -> Any:
+def _split(folder: Path, found: Collection[str], split: str | None) -> str:
+    """The split that is asked for, or the only one."""
     if split is None and len(found) == 1:
-        return next(iter(found.values()))
-    if split not in found:
+        return next(iter(found))
+    if split is None or split not in found:
         wanted = "which split?" if split is None else f"no split {split!r};"
-        raise _NoSplit(f"{path}: {wanted} there are {', '.join(sorted(map(str, found)))}; set split")
-    return found[split]
+        raise ValueError(f"{folder}: {wanted} there are {', '.join(sorted(found))}; set split")
+    return split
 
 
 def _missing(path: Path) -> ValueError:

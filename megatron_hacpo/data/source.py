@@ -46,16 +46,11 @@ class ListSource:
 
     Epochs follow each other without a gap: a batch that one epoch cannot fill continues with the next, which
     then starts with prompts that the batch does not hold yet. So every prompt is used once an epoch, no batch
-    holds a prompt twice, and a list with fewer prompts than a batch is refused.
+    holds a prompt twice, and there have to be as many prompts as a batch has.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, batch_size: int) -> None:
-        """Raises ValueError for fewer than `batch_size` prompts."""
-        if len(prompts) < batch_size:
-            raise ValueError(
-                f"batch.prompts: {batch_size}: data.path has {len(prompts)} usable prompts; lower "
-                "batch.prompts or add prompts"
-            )
+        assert len(prompts) >= batch_size
         self._prompts = prompts
         self._seed = seed
         self._batch_size = batch_size

@@ -1,6 +1,7 @@
 """`hacpo eval`: agents and checkpoints side by side on the same problems."""
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -37,6 +38,11 @@ def main(config: RunConfig, names: Sequence[str], benchmarks: Sequence[str] | No
     folder for each agent; None writes nothing.
     """
     disable_progress_bar()
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError([f"--out: {out}: cannot be made ({error.strerror}); choose another"]) from None
     tokenizers = load_tokenizers(config)
     prompts = Prompts(config, tokenizers)
     chosen = _chosen(open_benchmarks(config, prompts), benchmarks)
@@ -83,7 +89,7 @@ def table(names: Sequence[str], columns: Sequence[Sequence[Measurement]]) -> Tab
     """A row for each metric, with half of its 95 % interval; from the second column on also the difference to
     the first one, with that of the difference over the same problems."""
     result = Table(title="mean, half of its 95 % interval (difference to the first)", title_justify="left")
-    result.add_column("benchmark", style="bold")
+    result.add_column("benchmark", style="bold", overflow="fold")
     result.add_column("problems", justify="right")
     for name in names:
         result.add_column(name, justify="right", overflow="fold")
@@ -110,7 +116,7 @@ def table(names: Sequence[str], columns: Sequence[Sequence[Measurement]]) -> Tab
 
 
 def _cell(mean: float, half: float, sign: str = "") -> str:
-    return f"{mean:{sign}.3f} \u00b1{half:.3f}"
+    return f"{mean:{sign}.3f} \u00b1{half:.3f}" if math.isfinite(half) else f"{mean:{sign}.3f}"
 
 
 def _plain(value: float) -> str:

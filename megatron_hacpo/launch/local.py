@@ -84,7 +84,7 @@ def check_prompts(config: RunConfig, console: Console) -> None:
     prompts.source()
     open_benchmarks(config, prompts)
     for remark in prompts.remarks:
-        console.print(remark, highlight=False, soft_wrap=True)
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
 
 
 def refuse_taken(config: RunConfig, *, overwrite: bool) -> None:

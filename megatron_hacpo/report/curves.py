@@ -32,7 +32,8 @@ def draw_curves(run_dir: Path) -> Path:
             axis.legend(loc="best")
         axes[0, 0].set(ylabel="mean reward of own responses", ylim=config.reward.range)
         if panels == 2:
-            axes[0, 1].set(ylabel="share of prompts answered right", ylim=(0, 1))
+            lowest, highest = config.reward.range
+            axes[0, 1].set(ylabel="mean reward of the problems", ylim=(min(0, lowest), max(1, highest)))
         figure.suptitle(f"{config.run.name}: {config.algorithm.name}, seed {config.run.seed}")
         figure.savefig(run_dir / CURVES, dpi=150)
         plt.close(figure)

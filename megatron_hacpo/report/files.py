@@ -17,7 +17,7 @@ SAMPLES = "samples.jsonl"
 """Some responses of each step."""
 
 
-_HEADLINE = re.compile(rf"{'|'.join(HELD_OUT)}|.+/avg@\d+")
+_HEADLINE = re.compile(rf"{'|'.join(HELD_OUT)}|[^/]+/avg@\d+")
 
 
 def headlines(rows: Iterable[Mapping[str, Any]]) -> list[str]:

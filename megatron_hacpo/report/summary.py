@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from megatron_hacpo.config import load
@@ -56,7 +57,7 @@ def table(summary: dict[str, Any]) -> Table:
     for name, agent in agents.items():
         changes = [_change(agent["start"].get(key), agent["end"].get(key)) for key in measured]
         result.add_row(
-            name, agent["model"], *changes, _change(agent["reward"]["first"], agent["reward"]["last"])
+            name, escape(agent["model"]), *changes, _change(agent["reward"]["first"], agent["reward"]["last"])
         )
     return result
 

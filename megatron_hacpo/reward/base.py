@@ -108,7 +108,10 @@ def _judge(value: object, reward_range: tuple[float, float]) -> Outcome:
     if math.isnan(reward):
         return Outcome(None, "not_a_number", "returned NaN")
     lowest, highest = reward_range
-    if not lowest <= reward <= highest:
+    slack = 1e-9 * (highest - lowest)  # of a sum of weights
+    if lowest - slack <= reward <= highest + slack:
+        reward = min(max(reward, lowest), highest)
+    else:
         return Outcome(None, "out_of_range", f"returned {reward}, outside reward.range [{lowest}, {highest}]")
     return Outcome(reward)
 

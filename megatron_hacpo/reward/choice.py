@@ -7,7 +7,7 @@ from megatron_hacpo.reward.base import BadGroundTruth, Verifier
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox) ?\{([^{}]*)\}|[$*]|\\[ ,()]")
 _LETTER = re.compile(r"\(? ?([A-Za-z]) ?(?:\).*|[.:](?:\s.*)?)?", re.DOTALL)
-_STATED = re.compile(r"(?i:\b(?:answer|choice|option)(?:\s+is)?\s*:?)[\s*$]*\(?([A-Z])\b(?!['\u2019])")
+_STATED = re.compile(r"(?i:\b(?:answer|choice|option)(?:\s+is\b)?)[\s:*$]*+\(?([A-Z])\b(?!['\u2019])")
 
 
 def _choice(text: str, answer: str) -> float:
