@@ -182,7 +182,7 @@ def test_same_seed_gives_the_same_metrics(pair: Path, runs: Path) -> None:
         assert rows(again, agent, "eval.jsonl") == rows(pair, agent, "eval.jsonl")
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
+@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.slow)])
 def test_first_step_is_the_same_in_another_layout(layout: str, pair: Path, runs: Path) -> None:
     other = launch(runs, layout, "run.steps=1", f"agents.A.parallel.{layout}=2")
     for agent in "AB":
