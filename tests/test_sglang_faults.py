@@ -51,6 +51,7 @@ class Served:
             weights=self.policy.stage_tensors,
             hf_config=self.policy.hf_config,
             stop_ids=tokenizer.stop_ids,
+            context=agent.rollout.max_tokens,
             run_dir=folder,
             seed=1,
             warn=self.warnings.append,
