@@ -103,7 +103,7 @@ class ManagedServer:
         self._secret.unlink(missing_ok=True)
         descriptor = os.open(self._secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
-            file.write(f"api-key: {spec.key}\n")
+            file.write(f'api-key: "{spec.key}"\n')
         command = [*spec.command(self._ports), "--config", str(self._secret)]
         self._child = Child(command, spec.environment(), log)
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
@@ -146,5 +146,6 @@ class ManagedServer:
 
 
 def new_key() -> str:
-    """An API key that nobody can guess."""
-    return secrets.token_urlsafe(24)
+    """An API key that nobody can guess. Of hexadecimal digits: SGLang makes a command line of its file, in which
+    a key that begins with a hyphen would be an option."""
+    return secrets.token_hex(24)
