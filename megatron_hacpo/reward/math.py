@@ -107,14 +107,41 @@ def _parse(text: str) -> Any:
     return found[0] if found else None
 
 
-_WARM_UP = (
-    (r"\boxed{\frac{\sqrt{3}}{2} + x}", r"x + \frac{\sqrt{12}}{4}"),
-    (r"\boxed{[1, 2)}", r"(1, 2]"),
-    (r"\boxed{\{1, 3\}}", r"\{1, 2\}"),
-    (r"\boxed{x \le 5}", r"(-\infty, 5]"),
-    (r"\boxed{\sin^2 x}", r"1 - \cos^2 x"),
+_USUAL = (
+    (r"\frac{\sqrt{3}}{2} + x", r"x + \frac{\sqrt{12}}{4}"),
+    (r"\frac{17}{24}", r"\frac{34}{49}"),
+    (r"-\frac{3}{8}", r"-\frac{6}{17}"),
+    (r"\frac{5\pi}{12}", r"5\pi / 13"),
+    (r"\frac{a+b}{2c}", r"\frac{a}{2c} + \frac{b}{2c}"),
+    (r"12\sqrt{35}", r"\sqrt{5042}"),
+    (r"3\sqrt[3]{4}", r"\sqrt[3]{108}"),
+    (r"2 + 4\sqrt{7}", r"4\sqrt{7} + 3"),
+    (r"\sqrt{x^2 + 1}", r"(x^2 + 1)^{1/2}"),
+    (r"\left(12, 35\right)", r"(12,36)"),
+    (r"(-1, 2, 30)", r"(-1,2,31)"),
+    (r"(\frac{1}{2}, x)", r"(0.5, x)"),
+    (r"[1, 20)", r"(10, 2]"),
+    (r"\left[-12, 35\right)", r"[-12,\infty)"),
+    (r"(-\infty, 3) \cup (5, \infty)", r"(-\infty,3)\cup(5,\infty)"),
+    (r"\{1, 30, 12\}", r"\{12, 20, 1\}"),
+    (r"x \le 5", r"(-\infty, 5]"),
+    (r"x = 12", r"13"),
+    (r"12x^2 + 35x", r"x(12x + 36)"),
+    (r"x^3 - 2x + 1", r"(x-1)(x^2+x-1)"),
+    (r"(x + 3)(x - 2)", r"x^2 + x - 6"),
+    (r"y = 2x + 3", r"2x - y + 3 = 0"),
+    (r"2^{10}", r"1025"),
+    (r"10^{-3}", r"0.002"),
+    (r"e^{2x}", r"(e^x)^2"),
+    (r"\sin^2 x", r"1 - \cos^2 x"),
+    (r"\log_2 3", r"\frac{\ln 3}{\ln 2}"),
+    (r"3 + 4i", r"4i + 3"),
+    (r"\binom{10}{3}", r"121"),
+    (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 3 \end{pmatrix}"),
 )
-"""Load what sympy loads late, and teach the grammar's cache its usual paths."""
+_WARM_UP = tuple((rf"\boxed{{{answer}}}", truth) for answer, truth in _USUAL)
+"""What sympy loads late, and the usual paths of the grammar: without them a new worker takes a third more
+time for its first hundred responses."""
 
 MATH = Verifier("math", _boxed, warm_up=_WARM_UP, answer=lambda text: _in_one_notation(last_box(text)))
 """1 when the last box equals the ground truth, else 0; no box is no answer."""

@@ -39,7 +39,7 @@ from megatron_hacpo.reward.worker import serve
 TICK = 0.01
 """Seconds between looks at the busy workers' clocks and memory."""
 
-FAR_MORE = 8
+FAR_MORE = 6
 """Times the usual processor time, after which a response lets others go first."""
 
 LEAST_PATIENCE = 0.03

@@ -146,6 +146,6 @@ class ManagedServer:
 
 
 def new_key() -> str:
-    """An API key that nobody can guess. Of hexadecimal digits: SGLang makes a command line of its file, in which
-    a key that begins with a hyphen would be an option."""
+    """An API key that nobody can guess. In hexadecimal: SGLang makes a command line of the file with it, and a
+    key that begins with a hyphen would be an option there."""
     return secrets.token_hex(24)
