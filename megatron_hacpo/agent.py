@@ -1,17 +1,17 @@
 """Everything that one process of one agent needs, put together from the configuration."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import msgspec
-import numpy as np
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
-from megatron_hacpo.bridge.trajectory import Contribution, hash_prompts, pack_ids
+from megatron_hacpo.bridge.trajectory import Contribution, hash_prompts, unpack_ids
+from megatron_hacpo.checkpoint.saver import Saver
+from megatron_hacpo.checkpoint.state import AgentState
+from megatron_hacpo.checkpoint.steps import pool_folder
 from megatron_hacpo.config import AgentConfig, RunConfig
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.data.source import PromptSource
@@ -23,31 +23,31 @@ from megatron_hacpo.learner import metrics
 from megatron_hacpo.learner.batch import LearnerMiniBatch, StepBatch, build, own_minibatches
 from megatron_hacpo.learner.gradients import gradient_cosines
 from megatron_hacpo.learner.metrics import Metrics
-from megatron_hacpo.learner.own import OwnResponse, OwnRollouts, Sampled, old_log_probs, own_response
+from megatron_hacpo.learner.own import OwnRollouts, Sampled, old_log_probs
 from megatron_hacpo.learner.update import UpdateRecord, update
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.report.writer import MetricsWriter
-from megatron_hacpo.reward.base import RewardResult
-from megatron_hacpo.reward.length import less_overlong
 from megatron_hacpo.rollout.base import OnResponse, Response, Rollout, RolloutLost, Sampling, ignore
-
-_SAMPLED = msgspec.msgpack.Decoder(Sampled)
+from megatron_hacpo.sampler import Sampler, complain
 
 
 @dataclass
 class Agent:
     """One process of one agent. `verifiers` and `writer` live on the leader alone.
 
-    index: the agent's place among the run's agents. sources: the agents whose responses it trains on, itself
-    included; learner: its place among those.
+    index: the agent's place among the run's agents. sources: the agents whose responses it trained on last,
+    itself included; learner: its place among those. start: the step that the run goes on after. on_phase:
+    told the step and the phase that begins. asked_to_stop: whether the run is to end after a step, known to
+    the leader. stopping: whether some agent was asked.
     """
 
     config: RunConfig
     name: str
     index: int
     sources: list[str]
+    start: int
     world: runtime.World
     tokenizer: AgentTokenizer
     source: PromptSource
@@ -55,10 +55,15 @@ class Agent:
     verifiers: Verifiers | None
     policy: Policy
     exchange: Exchange
+    sampler: Sampler
+    saver: Saver
     rollout: Rollout
     writer: MetricsWriter | None
     tracker: CapabilityTracker
     window: WindowWatch
+    on_phase: Callable[[int, str], None]
+    asked_to_stop: Callable[[], bool]
+    stopping: bool = field(default=False)
     nonfinite_updates: int = field(default=0)
     wide_gap_steps: int = field(default=0)
 
@@ -76,34 +81,14 @@ class Agent:
         return self.config.path / self.name
 
     def generate(self, prompts: Sequence[Prompt], step: int) -> Sampled | None:
-        """G responses per prompt with the engine's current weights; on the leader, None elsewhere.
+        """G responses per prompt with the engine's current weights; see `Sampler.generate`."""
+        return self.sampler.generate(prompts, step, self.responses)
 
-        The verifier gets each as soon as it is complete; `score` waits for the rewards.
-        """
-        rollout = self.settings.rollout
-        sampling = Sampling(
-            responses_per_prompt=rollout.responses_per_prompt,
-            max_tokens=rollout.max_response_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            seed=_seed(self.config.run.seed, self.index, step),
-        )
-        prompt_ids = [self.tokenizer.render_prompt(p.messages) for p in prompts]
-        own: dict[int, OwnResponse] = {}
+    def score(self, sampled: Sampled | None, step: int) -> Sampled:
+        """What `generate` gave the leader, with its rewards, on every rank."""
+        return self.sampler.score(sampled, step)
 
-        def submit(index: int, response: Response) -> None:
-            assert self.verifiers is not None
-            own[index] = own_response(response, self.tokenizer)
-            prompt = prompts[index // sampling.responses_per_prompt]
-            self.verifiers.usual.submit(index, prompt, own[index].text, response.finish_reason)
-
-        responses = self._responses(prompt_ids, sampling, on_response=submit)
-        if responses is None:
-            return None
-        return Sampled([pack_ids(ids) for ids in prompt_ids], [own[index] for index in range(len(responses))])
-
-    def _responses(
+    def responses(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, *, on_response: OnResponse = ignore
     ) -> list[Response] | None:
         """`Rollout.generate`; what has been trained is saved before the run ends without an engine."""
@@ -114,37 +99,6 @@ class Agent:
             raise RuntimeError(
                 f"{error}; the weights of agent {self.name} are in {self.folder}/hf"
             ) from error
-
-    def score(self, sampled: Sampled | None) -> Sampled:
-        """What `generate` gave the leader, with its rewards, on every rank."""
-        payload = None
-        if sampled is not None:
-            assert self.verifiers is not None
-            result = self.verifiers.usual.collect()
-            self._complain(result)
-            shaped = self._shaped(result.rewards, sampled)
-            rewards = [None if np.isnan(reward) else float(reward) for reward in shaped]
-            failures = {failure.index: failure.reason for failure in result.failures}
-            scored = [
-                msgspec.structs.replace(r, reward=reward, failure=failures.get(index))
-                for index, (r, reward) in enumerate(zip(sampled.responses, rewards, strict=True))
-            ]
-            payload = msgspec.msgpack.encode(Sampled(sampled.prompt_ids, scored))
-        return _SAMPLED.decode(self.world.broadcast(payload))
-
-    def _shaped(self, rewards: np.ndarray, sampled: Sampled) -> np.ndarray:
-        """The rewards that are trained on: less for responses that come near the limit, if so configured."""
-        settings = self.config.reward
-        if settings.overlong_buffer == 0:
-            return rewards
-        return less_overlong(
-            rewards,
-            np.array([response.length for response in sampled.responses]),
-            limit=self.settings.rollout.max_response_tokens,
-            buffer=settings.overlong_buffer,
-            penalty=settings.overlong_penalty,
-            lowest=settings.range[0],
-        )
 
     def old_log_probs(self, scored: Sampled) -> OwnRollouts:
         """The responses with the trainer's log-probs, old and (for KL) reference."""
@@ -164,14 +118,18 @@ class Agent:
     ) -> list[Contribution]:
         """Everybody's responses to the step's prompts; a method that shares nothing gets its own back."""
         contribution = Contribution(
-            generation=0,
+            generation=0,  # the exchange knows
             step=step,
             agent=self.name,
             tokenizer=self.tokenizer.fingerprint,
             prompts=hash_prompts([p.id for p in prompts]),
             trajectories=own.trajectories(with_ids=self.config.exchange.ids == "auto"),
+            stop=self.asked_to_stop(),
         )
-        return self.exchange.all_gather(contribution if self.world.is_leader else None)
+        pool = self.exchange.all_gather(contribution if self.world.is_leader else None)
+        self.sources = [c.agent for c in pool]
+        self.stopping = any(c.stop for c in pool)
+        return pool
 
     def build_batch(self, pool: Sequence[Contribution], own: OwnRollouts, step: int) -> StepBatch:
         """Capability, advantages and mini-batches of this learner."""
@@ -196,7 +154,7 @@ class Agent:
             raise RuntimeError(
                 f"agent {self.name}, step {step}: {self.nonfinite_updates} updates in a row had a loss or "
                 f"gradient norm that is not finite; the step's responses are in "
-                f"{self.config.path}/step_{step}/pool"
+                f"{pool_folder(self.config.path, step)}"
             )
         return record
 
@@ -250,28 +208,61 @@ class Agent:
         count = self.config.report.rollout_samples
         self.writer.samples(metrics.response_samples(step, texts, pool, batch, records, count))
 
+    def report_samples(self, step: int, scored: Sampled, measured: Metrics) -> None:
+        """Write the metrics of responses that nothing is trained on."""
+        if self.writer is None:
+            return
+        ids = [unpack_ids(prompt) for prompt in scored.prompt_ids]
+        own = OwnRollouts(ids, scored.responses, self.settings.rollout.responses_per_prompt, blocks=[])
+        epochs = self.source.epochs(step)
+        self.writer.step({"step": step, "epochs": epochs, **metrics.rollout_metrics(own), **measured})
+
     def evaluate(self, step: int) -> None:
         """Held-out prompts and benchmarks, into eval.jsonl and eval/step_N/."""
         row: dict[str, float] = {}
         for benchmark in self.benchmarks:
             measured = measure(
-                self._responses,
+                self.responses,
                 benchmark,
                 rollout=self.settings.rollout,
                 tokenizer=self.tokenizer,
                 verifiers=self.verifiers,
             )
             if measured is not None:
-                self._complain(measured.scored)
+                complain(self.name, measured.scored)
                 row |= measured.metrics()
                 texts = self.config.evaluation.keep_responses
                 write_problems(measured, self.folder / "eval" / f"step_{step}", texts=texts)
         if self.writer is not None and row:
             self.writer.evaluation({"step": step, **row})
 
-    def _complain(self, result: RewardResult) -> None:
-        if complaint := result.complaint():
-            print(f"warning: agent {self.name}: {complaint}", file=sys.stderr, flush=True)
+    def begin_checkpoint(self, step: int) -> None:
+        """Save what the step has made of the agent, if it is time."""
+        if not self.saver.due(step, last=self.stopping or step == self.config.run.steps):
+            return
+        state = AgentState(
+            agent=self.name,
+            step=step,
+            updates=self.policy.updates,
+            capability=self.tracker.state_dict(),
+            warned=self.window.warned,
+            nonfinite_updates=self.nonfinite_updates,
+            wide_gap_steps=self.wide_gap_steps,
+            layout=self.settings.parallel.model_dump(),
+        )
+        self.saver.begin(self.policy, state)
+
+    def take_on(self, state: AgentState, folder: Path) -> None:
+        """Go on as the agent that saved `state` and `folder`."""
+        self.policy.load_state(folder, step=state.step, updates=state.updates)
+        self.tracker.load_state_dict(state.capability)
+        self.window.hold_back(state.warned)
+        self.nonfinite_updates = state.nonfinite_updates
+        self.wide_gap_steps = state.wide_gap_steps
+
+    def settle_checkpoint(self, *, wait: bool = False) -> None:
+        """Complete the checkpoint that is being written, if it is there or `wait`; after the step's rows."""
+        self.saver.settle(wait=wait)
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""
@@ -282,8 +273,3 @@ class Agent:
         else:
             for _ in stream:
                 pass
-
-
-def _seed(*parts: int) -> int:
-    """One independent seed per combination of parts."""
-    return int(np.random.SeedSequence(parts).generate_state(1)[0])

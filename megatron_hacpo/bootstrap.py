@@ -2,9 +2,10 @@
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,25 +15,40 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_hacpo.agent import Agent
 from megatron_hacpo.algorithm.capability import CapabilityTracker
 from megatron_hacpo.bridge.exchange import Exchange
+from megatron_hacpo.bridge.members import current
+from megatron_hacpo.checkpoint.identity import Identity, identify
+from megatron_hacpo.checkpoint.pool import Pool
+from megatron_hacpo.checkpoint.resume import find_resume_point, load_state, rewind
+from megatron_hacpo.checkpoint.saver import Saver
+from megatron_hacpo.checkpoint.state import RANDOM
+from megatron_hacpo.checkpoint.steps import checkpoint_folder
 from megatron_hacpo.config import RunConfig, dump
 from megatron_hacpo.evaluation.benchmark import open_benchmarks
 from megatron_hacpo.inputs import Prompts, Verifiers, load_tokenizers
 from megatron_hacpo.learner.window import WindowWatch
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
+from megatron_hacpo.megatron.random_state import set_random_states
+from megatron_hacpo.process.heartbeat import STOP_KEY, Heartbeat
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.rollout.base import Rollout
 from megatron_hacpo.rollout.embedded import EmbeddedRollout
 from megatron_hacpo.rollout.local import LocalEngine
 from megatron_hacpo.rollout.sglang.setup import open_rollout
+from megatron_hacpo.sampler import Sampler
 
 STORE_VARIABLE = "HACPO_STORE"
 """host:port of the run's store, where agents meet."""
 
+LOSS_MARGIN_SECONDS = 30.0
+"""Beyond `checks.silent_seconds`, until the launcher must have told who is left."""
+
 
 @contextmanager
-def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
+def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     """Build this process's part of agent `name` and leave the world together with the others at the end.
+
+    start: the step that the agent goes on after; its state is in the run's folder.
 
     After an error nothing is waited for: the launcher ends the other processes.
     """
@@ -66,55 +82,132 @@ def open_agent(config: RunConfig, name: str) -> Iterator[Agent]:
         router_aux_loss_coef=settings.router_aux_loss_coef,
         offload=settings.placement.offload,
     )
-    writer = None
-    if world.is_leader:
-        config_file = config.path / "config.yaml"
-        if not config_file.exists():  # the launcher writes it; torchrun and srun do not
-            config_file.parent.mkdir(parents=True, exist_ok=True)
-            config_file.write_text(dump(config), encoding="utf-8")
-        writer = MetricsWriter(
-            config.path / name, tensorboard=config.report.tensorboard, wandb=config.report.wandb
-        )
     # What the user can have got wrong comes before the servers, which take minutes.
     source, benchmarks = prompts.source(), open_benchmarks(config, prompts)
+    writer = identity = None
+    if world.is_leader:
+        identity = identify(config, {n: t.fingerprint for n, t in tokenizers.items()}, source.fingerprint)
+        if store is None:  # otherwise the launcher does it
+            _prepare(config, identity, start)
+        writer = MetricsWriter(
+            config.path / name,
+            tensorboard=config.report.tensorboard,
+            wandb=config.report.wandb,
+            after=start,
+        )
+    world.barrier()
     verifiers = Verifiers(config) if world.is_leader else None
+    keep = config.exchange.keep_steps
+    pool = Pool(config.path, name, keep=keep, since_checkpoint=config.checkpoint.every > 0)
+    on_phase = _on_phase(f"{name}.rank{rank}")
     rollout = _open_rollout(config, name, world, policy, tokenizers[name].stop_ids)
+    exchange = Exchange(
+        store=store,
+        agents=sources,
+        me=name,
+        save=pool.save_contribution,
+        load=pool.load_contribution,
+        timeout=timeout,
+        survives=config.checks.on_agent_loss == "continue",
+        loss_seconds=config.checks.silent_seconds + LOSS_MARGIN_SECONDS,
+        is_leader=world.is_leader,
+        broadcast=world.broadcast,
+    )
     agent = Agent(
         config=config,
         name=name,
         index=index,
         sources=sources,
+        start=start,
         world=world,
         tokenizer=tokenizers[name],
         source=source,
         benchmarks=benchmarks,
         verifiers=verifiers,
         policy=policy,
-        exchange=Exchange(
-            store=store,
-            agents=sources,
-            me=name,
-            pool_dir=config.path,
-            keep=config.exchange.keep_steps,
-            timeout=timeout,
-            is_leader=world.is_leader,
-            broadcast=world.broadcast,
+        exchange=exchange,
+        sampler=Sampler(config, name, world, tokenizers[name], verifiers, pool),
+        saver=Saver(
+            config.path,
+            name,
+            Path(settings.model),
+            world,
+            config.checkpoint,
+            identity,
+            finished=partial(_finished, store, config, name, writer),
+            warn=partial(_warn, name),
+            on_phase=on_phase,
         ),
         rollout=rollout,
         writer=writer,
         tracker=CapabilityTracker(config.algorithm.capability_window, config.algorithm.capability_metric),
         window=WindowWatch(config.algorithm),
+        on_phase=on_phase,
+        asked_to_stop=partial(_asked_to_stop, store),
     )
+    if start:
+        _go_on(agent, start)
     try:
         yield agent
     finally:
         rollout.close()  # also after an error: servers would outlive this process for a while
-    agent.exchange.close()
+    exchange.close()
     if verifiers is not None:
         verifiers.close()
     if writer is not None:
         writer.close()
     world.close()
+
+
+def _warn(name: str, text: str) -> None:
+    print(f"warning: agent {name}: {text}", file=sys.stderr, flush=True)
+
+
+def _prepare(config: RunConfig, identity: Identity, start: int) -> None:
+    """The run's folder for a process that no launcher has started."""
+    if start:
+        rewind(config.path, find_resume_point(config.path, identity, step=start), config.names)
+    config_file = config.path / "config.yaml"
+    if not config_file.exists():
+        config_file.parent.mkdir(parents=True, exist_ok=True)
+        config_file.write_text(dump(config), encoding="utf-8")
+
+
+def _go_on(agent: Agent, start: int) -> None:
+    """Give an agent what it had after step `start`; one that was not there then begins with its model."""
+    state = load_state(agent.config.path, start, agent.name)
+    if state is None:
+        _warn(agent.name, f"joins after step {start} with the weights of {agent.settings.model}")
+        return
+    folder = checkpoint_folder(agent.config.path, start) / agent.name
+    agent.take_on(state, folder)
+    if state.layout == agent.settings.parallel.model_dump():  # elsewhere no rank has a stream to go on with
+        set_random_states((folder / RANDOM / str(agent.world.rank)).read_bytes())
+
+
+def _finished(
+    store: dist.Store | None, config: RunConfig, name: str, writer: MetricsWriter | None, step: int
+) -> list[str] | None:
+    """Tell the run that this agent has saved a step; all agents' names if all of them have."""
+    assert writer is not None
+    writer.sync()
+    if store is None:
+        return config.names
+    store.set(f"saved/{step}/{name}", "")
+    agents = current(store, config.names)
+    return agents if store.check([f"saved/{step}/{agent}" for agent in agents]) else None
+
+
+def _asked_to_stop(store: dist.Store | None) -> bool:
+    return store is not None and store.check([STOP_KEY])
+
+
+def _on_phase(name: str) -> Callable[[int, str], None]:
+    """Tells the launcher, if there is one, the step and the phase that begins; from now on it hears us."""
+    address = os.environ.get(STORE_VARIABLE)
+    if address is None:
+        return lambda step, phase: None
+    return Heartbeat(_host_and_port(address), name).phase
 
 
 def _open_rollout(
@@ -135,7 +228,7 @@ def _open_rollout(
             run_dir=config.path,
             seed=config.run.seed + 1000 * config.names.index(name),
             trainer=policy,
-            warn=lambda text: print(f"warning: agent {name}: {text}", file=sys.stderr, flush=True),
+            warn=partial(_warn, name),
         )
     engine = None
     if world.is_leader:
@@ -148,12 +241,17 @@ def _launcher_store(timeout: timedelta) -> dist.Store | None:
     address = os.environ.get(STORE_VARIABLE)
     if address is None:
         return None
+    host, port = _host_and_port(address)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
+
+
+def _host_and_port(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         raise ValueError(
             f"{STORE_VARIABLE}: {address!r} is not HOST:PORT; set it to where the run's store listens"
         )
-    return dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+    return host, int(port)
 
 
 def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[dist.Store, int]:

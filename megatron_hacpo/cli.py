@@ -50,17 +50,36 @@ def launch(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Delete an earlier run of this name.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run of this name after its newest checkpoint.")
+    ] = False,
+    from_step: Annotated[
+        int | None, typer.Option(metavar="N", help="Go on after this step's checkpoint instead.")
+    ] = None,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY.PATH",
+            help="The resumed run may differ in this key; may be repeated.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address on which the processes meet.")] = "127.0.0.1",
 ) -> None:
     """Run all agents on this machine, watch them, and stop all when one fails."""
     run = _checked(config, settings)
     from rich.console import Console
 
+    from megatron_hacpo.config import ConfigError
     from megatron_hacpo.launch import local
     from megatron_hacpo.launch.supervise import Interrupted, WorkerFailed
 
+    wanted = local.Resume(from_step, allow or []) if resume or from_step is not None else None
+    if wanted is not None and overwrite:
+        raise ConfigError(["--overwrite: deletes what --resume would go on with; keep one of them"])
+    if allow and wanted is None:
+        raise ConfigError([f"--allow: {allow[0]}: there is nothing to allow without --resume; add it"])
     try:
-        local.launch(run, Console(), overwrite=overwrite, host=host)
+        local.launch(run, Console(), overwrite=overwrite, resume=wanted, host=host)
     except WorkerFailed as failure:
         print("\n".join(local.describe_failure(failure)), file=sys.stderr)
         raise typer.Exit(local.USER_ERROR if failure.code == local.USER_ERROR else 1) from None
@@ -73,6 +92,9 @@ def launch(
 def train(
     config: Config,
     agent: Annotated[str, typer.Option(metavar="NAME", help="The agent that this process belongs to.")],
+    from_step: Annotated[
+        int, typer.Option(metavar="N", help="Go on after this step's checkpoint; 0: from the start.")
+    ] = 0,
     settings: Settings = None,
 ) -> None:
     """Be one process of one agent; [bold]launch[/bold], torchrun or srun start it."""
@@ -80,7 +102,7 @@ def train(
     _check_agent(run, agent)
     from megatron_hacpo.train import train as train_agent
 
-    train_agent(run, agent)
+    train_agent(run, agent, from_step)
 
 
 @app.command(name="eval")

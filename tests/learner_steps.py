@@ -87,7 +87,7 @@ def own_rollouts(
     prompts = rule_task.batch(7, step, config.batch.prompts)
     return old_log_probs(
         policy,
-        sampled=Sampled([pack_ids(tokenizer.render_prompt(p.messages)) for p in prompts], responses),
+        sampled=Sampled("", [pack_ids(tokenizer.render_prompt(p.messages)) for p in prompts], responses),
         group=group,
         minibatches=own_minibatches(config),
         keep_stop=config.exchange.keep_stop,
@@ -116,14 +116,22 @@ def other_contribution(config: RunConfig, name: str, step: int) -> Contribution:
     )
 
 
-def run_steps(config: RunConfig, name: str, policy: Policy, steps: int) -> list[UpdateRecord]:
-    """HACPO steps of agent `name` against one made-up other agent; all updates' records."""
+def run_steps(
+    config: RunConfig,
+    name: str,
+    policy: Policy,
+    steps: int,
+    *,
+    first: int = 1,
+    tracker: CapabilityTracker | None = None,
+) -> list[UpdateRecord]:
+    """HACPO steps `first` to `steps` of agent `name` against a made-up other agent; all updates' records."""
     agent = config.agents[name]
     tokenizer = AgentTokenizer.load(agent.model)
-    tracker = CapabilityTracker()
+    tracker = tracker or CapabilityTracker()
     other = next(n for n in config.names if n != name)
     records = []
-    for step in range(1, steps + 1):
+    for step in range(first, steps + 1):
         policy.advance_learning_rate()
         own = own_rollouts(config, policy, tokenizer, step)
         mine = Contribution(

@@ -131,7 +131,10 @@ def test_launch_gives_the_checked_run_on(monkeypatch: pytest.MonkeyPatch, capsys
     )
     assert code == 0
     assert seen == [
-        (load(PAIR, ["algorithm.name=grpo", "run.steps=5"]), {"overwrite": True, "host": "127.0.0.1"})
+        (
+            load(PAIR, ["algorithm.name=grpo", "run.steps=5"]),
+            {"overwrite": True, "resume": None, "host": "127.0.0.1"},
+        )
     ]
     assert capsys.readouterr().err.startswith("warning: algorithm.clip_low, clip_high: ")
 
@@ -172,11 +175,12 @@ def test_how_a_run_ended_is_the_exit_code(
 
 
 def test_train_runs_one_agent(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    seen: list[tuple[RunConfig, str]] = []
-    module = SimpleNamespace(train=lambda run, agent: seen.append((run, agent)))
+    seen: list[tuple[RunConfig, str, int]] = []
+    module = SimpleNamespace(train=lambda *given: seen.append(given))
     monkeypatch.setitem(sys.modules, "megatron_hacpo.train", module)
     assert hacpo(monkeypatch, "train", PAIR, "--agent", "B", "--set", "run.steps=2") == 0
-    assert seen == [(load(PAIR, ["run.steps=2"]), "B")]
+    assert hacpo(monkeypatch, "train", PAIR, "--agent", "B", "--from-step", "7") == 0
+    assert seen == [(load(PAIR, ["run.steps=2"]), "B", 0), (load(PAIR), "B", 7)]
     assert hacpo(monkeypatch, "train", PAIR, "--agent", "C") == 2
     assert capsys.readouterr().err == "error: --agent: C: no such agent; the agents are A, B\n"
 
@@ -184,7 +188,7 @@ def test_train_runs_one_agent(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> N
 def test_a_users_mistake_met_in_training_is_one_line_unless_more_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    def fail(run: RunConfig, agent: str) -> None:
+    def fail(run: RunConfig, agent: str, start: int) -> None:
         raise ValueError("agents.A.model: x: y; z")
 
     monkeypatch.setitem(sys.modules, "megatron_hacpo.train", SimpleNamespace(train=fail))
@@ -199,7 +203,7 @@ def test_a_users_mistake_met_in_training_is_one_line_unless_more_is_asked_for(
 
 
 def test_a_fault_of_the_programs_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(run: RunConfig, agent: str) -> None:
+    def fail(run: RunConfig, agent: str, start: int) -> None:
         raise ZeroDivisionError
 
     monkeypatch.setitem(sys.modules, "megatron_hacpo.train", SimpleNamespace(train=fail))

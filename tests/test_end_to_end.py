@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,10 @@ METRICS = {
 
 
 def start(
-    run_dir: Path, name: str, *overrides: str, path: Path | None = None
+    run_dir: Path, name: str, *overrides: str, path: Path | None = None, options: Sequence[str] = ()
 ) -> "subprocess.CompletedProcess[str]":
     """`hacpo launch` of the tiny pair with small numbers."""
-    command = [sys.executable, "-m", "megatron_hacpo", "launch", "examples/tiny/pair.yaml"]
+    command = [sys.executable, "-m", "megatron_hacpo", "launch", "examples/tiny/pair.yaml", *options]
     for setting in [*SMALL, f"run.dir={run_dir}", f"run.name={name}", *overrides]:
         command += ["--set", setting]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -30,7 +30,9 @@ PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 
 
 
 def python(name: str, code: str, folder: Path, **environment: str) -> Worker:
-    return Worker(name, [sys.executable, "-c", code], environment, folder / f"{name}.log")
+    """A worker of the group that its name begins with."""
+    log = folder / f"{name}.log"
+    return Worker(name, [sys.executable, "-c", code], environment, log, name.split(".")[0])
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -99,6 +101,105 @@ def test_the_deaf_are_killed_after_the_grace_and_descendants_too(tmp_path: Path)
 def test_a_finished_worker_leaves_no_descendant(tmp_path: Path) -> None:
     supervise([python("parent", PARENT.format(code=DEAF), tmp_path)])
     wait_until(lambda: gone(pid_in(tmp_path / "parent.log")))
+
+
+def test_the_loss_of_a_group_can_be_survived(tmp_path: Path) -> None:
+    deaf = python("A.rank1", f"import os; print(os.getpid(), flush=True); {DEAF}", tmp_path)
+    until_deaf = f"import time\nwhile 'deaf' not in open({str(deaf.log)!r}).read(): time.sleep(0.02)\n"
+    gone_file = tmp_path / "A is gone"
+    until_gone = f"import os, time\nwhile not os.path.exists({str(gone_file)!r}): time.sleep(0.02)"
+    lost: list[str] = []
+
+    def on_loss(group: str, failure: WorkerFailed) -> bool:
+        lost.append(f"{group}: {failure}")
+        return True
+
+    def tick() -> None:
+        if lost and gone(pid_in(deaf.log)):
+            gone_file.touch()
+
+    start = time.monotonic()
+    supervise(
+        [
+            python("A.rank0", f"{until_deaf}raise SystemExit(3)", tmp_path),
+            deaf,
+            python("B.rank0", until_gone, tmp_path),
+            python("C.rank0", "", tmp_path),
+        ],
+        on_tick=tick,
+        on_loss=on_loss,
+        tick_seconds=0.1,
+        grace_seconds=30.0,
+    )
+    assert lost == ["A: A.rank0 exited with code 3"]
+    assert time.monotonic() - start < 20, "the others of the group have no grace"
+
+
+def test_the_loss_of_the_last_group_is_raised(tmp_path: Path) -> None:
+    lost: list[str] = []
+    fail_after_a = f"import os, time\nwhile os.path.exists({str(tmp_path / 'flag')!r}): time.sleep(0.02)\n1/0"
+    (tmp_path / "flag").touch()
+
+    def on_loss(group: str, failure: WorkerFailed) -> bool:
+        lost.append(group)
+        (tmp_path / "flag").unlink()
+        return True
+
+    workers = [python("A.rank0", "1/0", tmp_path), python("B.rank0", fail_after_a, tmp_path)]
+    with pytest.raises(WorkerFailed, match=r"^B.rank0 exited with code 1$"):
+        supervise(workers, on_loss=on_loss, tick_seconds=0.1)
+    assert lost == ["A"]
+
+
+def test_the_caller_decides_which_loss_ends_the_run(tmp_path: Path) -> None:
+    waiting = python("B.rank0", f"import os; print(os.getpid(), flush=True); {WAIT}", tmp_path)
+    fail = f"import os, time\nwhile not os.path.getsize({str(waiting.log)!r}): time.sleep(0.02)\n1/0"
+    lost: list[str] = []
+
+    def on_loss(group: str, failure: WorkerFailed) -> bool:
+        lost.append(group)
+        return False
+
+    with pytest.raises(WorkerFailed, match=r"^A.rank0 exited with code 1$"):
+        supervise([waiting, python("A.rank0", fail, tmp_path)], on_loss=on_loss)
+    assert lost == ["A"]
+    assert gone(pid_in(waiting.log))
+
+
+def test_a_worker_that_hangs_is_killed_and_has_failed(tmp_path: Path) -> None:
+    hanging = python("A.rank0", PARENT.format(code=DEAF) + WAIT, tmp_path)
+    done = python("B.rank0", "", tmp_path)
+
+    def find_hung() -> dict[str, str]:
+        hung = {"B.rank0": "has ended, which is no hanging", "A.rank7": "is nobody"}
+        if "deaf" in hanging.log.read_text():
+            hung["A.rank0"] = "has given no sign of life for 32 s (last: update of step 7)"
+        return hung if done.log.exists() and "deaf" in hanging.log.read_text() else {}
+
+    message = r"^A.rank0 has given no sign of life for 32 s \(last: update of step 7\)$"
+    with pytest.raises(WorkerFailed, match=message) as caught:
+        supervise([hanging, done], find_hung=find_hung, tick_seconds=0.1)
+    assert caught.value.code == -signal.SIGKILL
+    wait_until(lambda: gone(pid_in(hanging.log)))
+
+
+def test_a_group_that_hangs_can_be_lost_as_well(tmp_path: Path) -> None:
+    losses: list[WorkerFailed] = []
+
+    def on_loss(group: str, failure: WorkerFailed) -> bool:
+        losses.append(failure)
+        return True
+
+    supervise(
+        [
+            python("A.rank0", WAIT, tmp_path),
+            python("A.rank1", WAIT, tmp_path),
+            python("B.rank0", "", tmp_path),
+        ],
+        find_hung=lambda: {"A.rank0": "hangs", "A.rank1": "hangs"},
+        on_loss=on_loss,
+    )
+    assert [str(failure) for failure in losses] == ["A.rank0 hangs"]
 
 
 def test_an_error_of_the_launchers_own_stops_all(tmp_path: Path) -> None:
@@ -198,7 +299,10 @@ def test_placement_gives_every_rank_a_device_of_its_own() -> None:
 def test_a_rank_is_one_train_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     made = worker(Rank("B", 1, 2, 3, server_gpu=6), Path("runs/x"), "127.0.0.1:5")
-    assert made.command[1:] == ["-m", "megatron_hacpo", "train", "runs/x/config.yaml", "--agent", "B"]
+    assert made.command[1:] == [
+        *("-m", "megatron_hacpo", "train", "runs/x/config.yaml"),
+        *("--agent", "B", "--from-step", "0"),
+    ]
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "HACPO_STORE": "127.0.0.1:5"}
     environment["HACPO_SERVER_GPU"] = "6"
     assert made.environment.items() >= {**environment, "OMP_NUM_THREADS": "1"}.items()

@@ -17,6 +17,7 @@ import pytest
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.reward.handle import Handle, Job
 from megatron_hacpo.reward.pool import RewardPool
+from megatron_hacpo.reward.supervisor import SPARES
 
 DEADLINE = 2.0
 PIDS = (0.0, 2.0**23)
@@ -243,7 +244,7 @@ def test_twenty_large_batches_with_those_that_hang_and_those_that_eat() -> None:
             expected = {"hang": "timeout", "eat": "memory", "work 0.005": 1.0}
             assert values == [expected[text] for text in texts]
             processes = [psutil.Process(pid) for pid in (pool.pid, *children(pool.pid))]
-            assert len(processes) == 3
+            assert 2 <= len(processes) <= 1 + 2 * SPARES  # the supervisor, and idle workers
             sizes.append(sum(process.memory_full_info().pss for process in processes))
     assert max(sizes[1:]) < 1.1 * sizes[0]
 

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 import msgspec
 import numpy as np
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +57,7 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     """All of one agent's responses in one step.
 
     generation: counts the memberships of the run. tokenizer: the agent's `AgentTokenizer.fingerprint`.
-    prompts: `hash_prompts` of the step's batch.
+    prompts: `hash_prompts` of the step's batch. stop: its agent was asked to end the run after this step.
     """
 
     schema: int = SCHEMA
@@ -67,6 +67,7 @@ class Contribution(msgspec.Struct, frozen=True, kw_only=True):
     tokenizer: str
     prompts: str
     trajectories: list[Trajectory]
+    stop: bool = False
 
 
 class _Header(msgspec.Struct):

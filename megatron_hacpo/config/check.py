@@ -11,7 +11,9 @@ from megatron_hacpo.config.check_rollout import rollout_problems
 from megatron_hacpo.config.errors import ConfigError, line
 from megatron_hacpo.config.schema import RunConfig, method_value
 
-RESERVED = re.compile(r"logs|step_\d+|config\.yaml|summary\.json|curves\.png", re.IGNORECASE)
+RESERVED = re.compile(
+    r"logs(\.\d+)?|step_\d+(\.\d+)?|(config\.yaml|(launch|summary)\.json|curves\.png)", re.IGNORECASE
+)
 """Names in a run's folder that no agent may have."""
 
 NARROW_TOKEN_CLIP = 0.05

@@ -433,7 +433,7 @@ class ExchangeConfig(Section):
     keep_stop: bool = True
     """False leaves the stop token out of every view, as the authors' code does."""
     keep_steps: Count = 3
-    """Steps whose pool files stay on disk."""
+    """Steps whose pool files stay on disk; those since the newest checkpoint stay in any case."""
     timeout_minutes: Annotated[float, Field(ge=0.1, le=100_000)] = 60.0
     """Longest wait for the slowest agent."""
 
@@ -485,8 +485,37 @@ class EvaluationConfig(Section):
     """Also write the text of every response to the files of single problems."""
 
 
+class CheckpointConfig(Section):
+    """What is saved, so that a run can go on: `hacpo launch --resume`."""
+
+    every: CountOrZero = 50
+    """Steps between checkpoints of all agents; the last step is saved too. 0: none."""
+    keep_last: Count = 2
+    """How many stay."""
+    keep_every: CountOrZero = 0
+    """Those of every so many steps stay as well; 0: none."""
+    asynchronous: bool = True
+    """Write while training goes on, from a copy in host memory."""
+    on_error: Literal["stop", "continue"] = "stop"
+    """What the run does when one cannot be written, as on a full disk. Earlier ones stay."""
+
+
+class DebugConfig(Section):
+    """Parts of a run alone."""
+
+    rollout_only: bool = False
+    """Sample and score with the models as they are; nothing is trained."""
+    replay: str | None = None
+    """Folder of another run whose responses are trained on instead of new ones."""
+
+
 class ChecksConfig(Section):
     """When a run stops by itself."""
+
+    on_agent_loss: Literal["stop", "continue"] = "stop"
+    """What becomes of the others when an agent's process dies or hangs: `continue` trains on without it."""
+    silent_seconds: Annotated[float, Field(ge=15)] = 60.0
+    """A process that gives no sign of life for so long is taken for dead; they give one every 5 seconds."""
 
     max_nonfinite_updates: Count = 3
     """Updates in a row with a non-finite loss or gradient norm; each is skipped."""
@@ -523,7 +552,9 @@ class RunConfig(Section):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     exchange: ExchangeConfig = ExchangeConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     checks: ChecksConfig = ChecksConfig()
+    debug: DebugConfig = DebugConfig()
     report: ReportConfig = ReportConfig()
 
     @model_validator(mode="before")

@@ -1,5 +1,7 @@
 """Where a run's training prompts come from, and in which order: the same for every agent, by seed alone."""
 
+import hashlib
+import json
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -16,6 +18,11 @@ class PromptSource(Protocol):
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of one step: a function of the source's arguments and `step` alone."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Of all prompts, their answers and their order."""
         ...
 
     def epochs(self, step: int) -> float | None:
@@ -35,6 +42,11 @@ class TaskSource:
     def batch(self, step: int) -> list[Prompt]:
         """See `PromptSource`."""
         return rule_task.batch(self._seed, step, self._batch_size, digits=self._digits)
+
+    @property
+    def fingerprint(self) -> str:
+        """See `PromptSource`: of the first batch, on whose arguments all others depend."""
+        return _hash(self.batch(1))
 
     def epochs(self, step: int) -> float | None:
         """See `PromptSource`."""
@@ -61,6 +73,11 @@ class ListSource:
         first = (step - 1) * self._batch_size
         return [self._prompts[self._index(first + i)] for i in range(self._batch_size)]
 
+    @property
+    def fingerprint(self) -> str:
+        """See `PromptSource`."""
+        return _hash(self._prompts)
+
     def epochs(self, step: int) -> float | None:
         """See `PromptSource`."""
         return step * self._batch_size / len(self._prompts)
@@ -80,3 +97,10 @@ class ListSource:
             in_batch = np.isin(order, self._orders[-1][-begun:])
             order = np.concatenate([order[~in_batch], order[in_batch]])
         return order
+
+
+def _hash(prompts: Sequence[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.id, prompt.messages, prompt.answer]).encode())
+    return digest.hexdigest()

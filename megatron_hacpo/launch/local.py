@@ -1,26 +1,39 @@
 """`hacpo launch`: all agents of a run on this machine, from a checked configuration to the final table."""
 
 import fcntl
+import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
+from megatron_hacpo.checkpoint.files import write_atomically
+from megatron_hacpo.checkpoint.identity import Identity, identify
+from megatron_hacpo.checkpoint.resume import find_resume_point, rewind
 from megatron_hacpo.config import ConfigError, RunConfig, dump
+from megatron_hacpo.launch.liveness import Liveness
 from megatron_hacpo.launch.placement import Rank, placement
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
+from megatron_hacpo.process.heartbeat import STOP_KEY
 from megatron_hacpo.report import draw_curves, table, write_summary
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
 CONFIG = "config.yaml"
+LAUNCH = "launch.json"
+"""Who runs it: the launcher's process id, and where its store listens."""
 
 USER_ERROR = 2
 """Exit code of a process that met a mistake of the user's, told in its log in lines with `error: `."""
@@ -29,29 +42,99 @@ LOG_LINES = 20
 """How much of a failed process's log is shown."""
 
 
-def launch(config: RunConfig, console: Console, *, overwrite: bool = False, host: str = "127.0.0.1") -> None:
+@dataclass(frozen=True)
+class Resume:
+    """That an earlier run is to go on. step: after which; None: its newest checkpoint. allow: as
+    `find_resume_point`."""
+
+    step: int | None
+    allow: Sequence[str]
+
+
+def launch(
+    config: RunConfig,
+    console: Console,
+    *,
+    overwrite: bool = False,
+    resume: Resume | None = None,
+    host: str = "127.0.0.1",
+) -> None:
     """Run a checked configuration to its end; RUN_DIR/summary.json and curves.png stand there afterwards.
 
     host: address on which this process serves the store where all processes meet.
-    Raises ConfigError when the run's folder is taken, WorkerFailed and Interrupted as `supervise` does.
+    Raises ConfigError when the run's folder is taken or cannot be gone on with, WorkerFailed and Interrupted
+    as `supervise` does.
     """
     started = time.monotonic()
-    refuse_taken(config, overwrite=overwrite)
-    check_prompts(config, console)
+    if resume is None:
+        refuse_taken(config, overwrite=overwrite)
+    identity = check_inputs(config, console)
     store = serve_store(host)
     lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
-    prepare_run_dir(config, overwrite=overwrite)
+    start = 0
+    if resume is not None and _holds_a_run(config):
+        start = rewind_run(config, identity, resume, console)
+    else:
+        prepare_run_dir(config, overwrite=overwrite)
+    address = f"{host}:{store.port}"
+    write_atomically(
+        config.path / LAUNCH, json.dumps({"pid": os.getpid(), "store": address}).encode() + b"\n"
+    )
+    from_step = f", after step {start}" if start else ""
     console.print(
-        f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps; logs in {config.path}/logs",
+        f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps{from_step}; "
+        f"logs in {config.path}/logs",
         highlight=False,
     )
-    workers = [worker(rank, config.path, f"{host}:{store.port}") for rank in placement(config)]
-    with RunView(config.path, config.names, config.run.steps, console) as view:
-        supervise(workers, on_tick=view.tick)
+    workers = [worker(rank, config.path, address, start) for rank in placement(config)]
+    liveness = Liveness(store, [w.name for w in workers], config.checks.silent_seconds)
+    with RunView(config.path, config.names, config.run.steps, console) as view, _stop_noted() as asked:
+
+        def on_tick() -> None:
+            if asked and not store.check([STOP_KEY]):
+                console.print("asked to stop: the run ends after this step, with a checkpoint")
+                store.set(STOP_KEY, "")
+            view.tick()
+
+        supervise(
+            workers,
+            on_tick=on_tick,
+            find_hung=lambda: {silent.name: silent.reason for silent in liveness.look(time.monotonic())},
+            on_loss=partial(_lose, config, store, view, console),
+        )
     summary = write_summary(config.path, wall_seconds=time.monotonic() - started)
     draw_curves(config.path)
     console.print(table(summary))
     console.print(f"{summary['wall_seconds']:.0f} s; everything is in {config.path}", highlight=False)
+
+
+@contextmanager
+def _stop_noted() -> Iterator[list[int]]:
+    """What of SIGUSR1 came: the wish that the run ends in good order, as before a time limit."""
+    received: list[int] = []
+    previous = signal.signal(signal.SIGUSR1, lambda signum, frame: received.append(signum))
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGUSR1, previous)
+
+
+def _lose(
+    config: RunConfig, store: "TCPStore", view: RunView, console: Console, agent: str, failure: WorkerFailed
+) -> bool:
+    """Whether the run survives the loss of an agent; then the others learn of it."""
+    from megatron_hacpo.bridge.members import announce, current
+
+    if config.checks.on_agent_loss == "stop":
+        return False
+    before = current(store, config.names)
+    generation = len(config.names) - len(before) + 1
+    left = [name for name in before if name != agent]
+    announce(store, generation, left)
+    view.lose(agent)
+    for line in describe_failure(failure, f"agent {agent} is lost and {', '.join(left)} go on"):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return True
 
 
 def lock_run(config: RunConfig) -> TextIO:
@@ -72,19 +155,47 @@ def lock_run(config: RunConfig) -> TextIO:
     return file
 
 
-def check_prompts(config: RunConfig, console: Console) -> None:
+def check_inputs(config: RunConfig, console: Console) -> Identity:
     """Load every tokenizer and render every prompt once, so that no process starts on what cannot work.
 
-    Raises ValueError as they do; says what was left out, and how long an epoch is.
+    Raises ValueError as they do; says what was left out, and how long an epoch is. Returns what tells this
+    run from others.
     """
     from megatron_hacpo.evaluation.benchmark import open_benchmarks
     from megatron_hacpo.inputs import Prompts, load_tokenizers
 
-    prompts = Prompts(config, load_tokenizers(config))
-    prompts.source()
+    tokenizers = load_tokenizers(config)
+    prompts = Prompts(config, tokenizers)
+    source = prompts.source()
     open_benchmarks(config, prompts)
     for remark in prompts.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    return identify(config, {n: t.fingerprint for n, t in tokenizers.items()}, source.fingerprint)
+
+
+def _holds_a_run(config: RunConfig) -> bool:
+    """ConfigError for a folder that holds something else."""
+    if (config.path / CONFIG).is_file():
+        return True
+    refuse_taken(config, overwrite=False)
+    return False
+
+
+def rewind_run(config: RunConfig, identity: Identity, resume: Resume, console: Console) -> int:
+    """Make the run's folder what it was at the step that the run goes on after; returns that step."""
+    point = find_resume_point(config.path, identity, step=resume.step, allow=resume.allow)
+    try:
+        done = rewind(config.path, point, config.names)
+        write_atomically(config.path / CONFIG, dump(config).encode())
+    except OSError as error:
+        raise ConfigError(
+            [f"run.dir: {config.run.dir}: cannot change {config.path} ({error.strerror}); correct its rights"]
+        ) from None
+    if point.step == 0:
+        done = ["there is no complete checkpoint: the run starts again", *done]
+    for remark in (*point.remarks, *done):
+        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    return point.step
 
 
 def refuse_taken(config: RunConfig, *, overwrite: bool) -> None:
@@ -150,8 +261,8 @@ def serve_store(host: str) -> "TCPStore":
     return store
 
 
-def worker(rank: Rank, run_dir: Path, store: str) -> Worker:
-    """The process that trains as `rank`; it reads the resolved configuration."""
+def worker(rank: Rank, run_dir: Path, store: str, start: int = 0) -> Worker:
+    """The process that trains as `rank` after step `start`; it reads the resolved configuration."""
     defaults = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HACPO_TRACEBACK": "1"}
     environment = {key: os.environ.get(key, value) for key, value in defaults.items()}
     return Worker(
@@ -164,25 +275,29 @@ def worker(rank: Rank, run_dir: Path, store: str) -> Worker:
             str(run_dir / CONFIG),
             "--agent",
             rank.agent,
+            "--from-step",
+            str(start),
         ],
         environment=environment | rank.environment(store),
+        group=rank.agent,
         log=run_dir / "logs" / f"{rank.name}.log",
     )
 
 
-def describe_failure(failure: WorkerFailed) -> list[str]:
-    """The lines to show the user: which process, and what its log says last, or its `error: ` lines alone."""
+def describe_failure(failure: WorkerFailed, end: str = "the others were stopped") -> list[str]:
+    """The lines to show the user: which process, and what its log says last, or its `error: ` lines alone.
+
+    end: what became of the other processes.
+    """
     log = failure.worker.log
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
     if not lines:
         free = shutil.disk_usage(log.parent if log.parent.is_dir() else "/").free
-        return [
-            f"error: {failure}; the others were stopped; {log} is empty and its disk has {free:,} bytes free"
-        ]
+        return [f"error: {failure}; {end}; {log} is empty and its disk has {free:,} bytes free"]
     errors = [line for line in lines if line.startswith("error: ")]
     if failure.code == USER_ERROR and errors:
         return [f"{line} (found by {failure.worker.name}; more in {failure.worker.log})" for line in errors]
     return [
-        f"error: {failure}; the others were stopped; the end of {failure.worker.log}:",
+        f"error: {failure}; {end}; the end of {failure.worker.log}:",
         *(f"  | {line}" for line in lines[-LOG_LINES:]),
     ]

@@ -1,4 +1,4 @@
-"""Processes that live and die together: one fails, all stop; the launcher goes, all go."""
+"""Processes that live and die together: one fails, its group or all stop; the launcher goes, all go."""
 
 import os
 import signal
@@ -17,22 +17,28 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True)
 class Worker:
-    """A process to start. environment: added to the launcher's own. log: gets its stdout and stderr."""
+    """A process to start. environment: added to the launcher's own. log: gets its stdout and stderr.
+    group: workers that cannot do without one another, such as those of one agent."""
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str]
     log: Path
+    group: str = ""
 
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - reads as what happened
-    """A worker ended otherwise than with exit code 0; the others were stopped. `code` as in subprocess."""
+    """A worker ended otherwise than with exit code 0; the others, or those of its group, were stopped.
 
-    def __init__(self, worker: Worker, code: int) -> None:
+    code: as in subprocess. reason: why it was killed, to follow its name; None if it ended by itself.
+    """
+
+    def __init__(self, worker: Worker, code: int, reason: str | None = None) -> None:
         how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
-        super().__init__(f"{worker.name} {how}")
+        super().__init__(f"{worker.name} {reason or how}")
         self.worker = worker
         self.code = code
+        self.reason = reason
 
 
 class Interrupted(RuntimeError):  # noqa: N818 - reads as what happened
@@ -44,51 +50,99 @@ class Interrupted(RuntimeError):  # noqa: N818 - reads as what happened
 
 
 class _Process(Child):
-    """A started worker."""
+    """A started worker. given_up: it was killed, and nobody waits for its end: the kernel may hold it."""
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker.command, {**os.environ, **worker.environment}, worker.log)
         self.worker = worker
+        self.given_up = False
+
+    def give_up(self) -> None:
+        self.signal_group(signal.SIGKILL)
+        self.given_up = True
 
 
 def supervise(
     workers: Sequence[Worker],
     *,
     on_tick: Callable[[], None] = lambda: None,
+    find_hung: Callable[[], Mapping[str, str]] = dict,
+    on_loss: Callable[[str, WorkerFailed], bool] = lambda group, failure: False,
     tick_seconds: float = 0.5,
     grace_seconds: float = 10.0,
 ) -> None:
     """Start all workers and wait until each has exited with code 0. To be called from the main thread.
 
-    on_tick: called about every `tick_seconds` while they run. grace_seconds: between SIGTERM and SIGKILL.
-    Raises WorkerFailed for the first worker that fails and Interrupted on SIGINT, SIGTERM or SIGHUP (a second
-    one ends the grace); no worker and no descendant in a worker's process group is left in any case. If this
-    process itself is killed, the kernel kills the workers.
+    on_tick: called about every `tick_seconds` while they run.
+    find_hung: called as often; names of workers that hang, each with what is wrong with it (`has ...`). Those
+        that still run are killed and have failed. Other names are ignored.
+    on_loss: called with a group and the first failure in it, unless no other group is left. True: the group's
+        other workers are killed, and the other groups go on; it is not waited for any more.
+    grace_seconds: between SIGTERM and SIGKILL.
+    Raises WorkerFailed for the first worker whose failure ends the run, by default the first that fails, and
+    Interrupted on SIGINT, SIGTERM or SIGHUP (a second one ends the grace); no worker and no descendant in a
+    worker's process group is left in any case, but those that SIGKILL cannot end. If this process itself is
+    killed, the kernel kills the workers.
     """
     processes: list[_Process] = []
     with _signals_noted() as received:
         try:
             for worker in workers:
                 processes.append(_Process(worker))
-            _watch(processes, received, on_tick, tick_seconds)
+            _watch(processes, received, on_tick, find_hung, on_loss, tick_seconds)
         finally:
             _stop(processes, received, grace_seconds)
 
 
 def _watch(
-    processes: Sequence[_Process], received: Sequence[int], on_tick: Callable[[], None], tick_seconds: float
+    processes: Sequence[_Process],
+    received: Sequence[int],
+    on_tick: Callable[[], None],
+    find_hung: Callable[[], Mapping[str, str]],
+    on_loss: Callable[[str, WorkerFailed], bool],
+    tick_seconds: float,
 ) -> None:
     running = list(processes)
+    groups = {process.worker.group for process in processes}
     while running:
         wait([process.pidfd for process in running], timeout=tick_seconds)
         if received:
             raise Interrupted(received[0])
-        for process in [process for process in running if process.has_ended()]:
-            running.remove(process)
-            code = process.bury()
-            if code != 0:
-                raise WorkerFailed(process.worker, code)
+        for failure in [*_bury_ended(running), *_give_up_hung(running, find_hung())]:
+            group = failure.worker.group
+            if group not in groups:
+                continue  # lost by an earlier one of these failures
+            groups.remove(group)
+            if not groups or not on_loss(group, failure):
+                raise failure
+            for process in [process for process in running if process.worker.group == group]:
+                process.give_up()
+                running.remove(process)
+        for process in processes:
+            if process.given_up and not process.buried and process.has_ended():
+                process.bury()
         on_tick()
+
+
+def _bury_ended(running: list[_Process]) -> list[WorkerFailed]:
+    """Remove those that have ended; returns the failures among them."""
+    failures = []
+    for process in [process for process in running if process.has_ended()]:
+        running.remove(process)
+        code = process.bury()
+        if code != 0:
+            failures.append(WorkerFailed(process.worker, code))
+    return failures
+
+
+def _give_up_hung(running: list[_Process], hung: Mapping[str, str]) -> list[WorkerFailed]:
+    """Kill and remove those that hang; returns their failures."""
+    failures = []
+    for process in [process for process in running if process.worker.name in hung]:
+        process.give_up()
+        running.remove(process)
+        failures.append(WorkerFailed(process.worker, -signal.SIGKILL, hung[process.worker.name]))
+    return failures
 
 
 def _stop(processes: Sequence[_Process], received: Sequence[int], grace_seconds: float) -> None:
@@ -102,7 +156,8 @@ def _stop(processes: Sequence[_Process], received: Sequence[int], grace_seconds:
             break
         wait([process.pidfd for process in running if not process.has_ended()], timeout=0.1)
     for process in running:
-        process.bury()
+        if process.has_ended() or not process.given_up:
+            process.bury()
 
 
 @contextmanager

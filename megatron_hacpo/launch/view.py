@@ -105,6 +105,10 @@ class RunView:
         if self._live:
             self._live.stop()
 
+    def lose(self, agent: str) -> None:
+        """Wait no more for an agent that has ended."""
+        del self._agents[agent]
+
     def tick(self, final: bool = False) -> None:
         """Show what is new. final: also what a plain line would still wait with."""
         for line in self._warnings.new_lines():

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, get_args
 
@@ -40,14 +40,16 @@ EDGE_METRICS = {"rewarded_kept_fraction": KEPT, "ratio_rewarded": REWARDED, "rat
 
 
 class StepClock:
-    """Seconds of each phase of a step: `with clock("rollout"): ...`."""
+    """Seconds of each phase of a step: `with clock("rollout"): ...`; on_phase is told when one begins."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_phase: Callable[[str], None]) -> None:
+        self._on_phase = on_phase
         self._start = time.perf_counter()
         self._phases: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        self._on_phase(phase)
         start = time.perf_counter()
         yield
         self._phases[phase] = self._phases.get(phase, 0.0) + time.perf_counter() - start

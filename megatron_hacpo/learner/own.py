@@ -44,9 +44,11 @@ class OwnResponse(msgspec.Struct, frozen=True, kw_only=True):
 class Sampled(msgspec.Struct, frozen=True):
     """A step's responses before the trainer has seen them.
 
-    prompt_ids: int32 bytes of each prompt as the engine got it. responses: prompt-major.
+    prompts: `hash_prompts` of the step's batch. prompt_ids: int32 bytes of each prompt as the engine got it.
+    responses: prompt-major.
     """
 
+    prompts: str
     prompt_ids: list[bytes]
     responses: list[OwnResponse]
 

@@ -45,6 +45,15 @@ class WindowWatch:
         self._seen: dict[str, deque[_Rewarded]] = {}
         self._warned: set[str] = set()
 
+    @property
+    def warned(self) -> list[str]:
+        """The sources that were told of."""
+        return sorted(self._warned)
+
+    def hold_back(self, warned: Sequence[str]) -> None:
+        """Do not tell of these sources again."""
+        self._warned |= set(warned)
+
     def look(
         self, batch: StepBatch, records: Sequence[UpdateRecord], pool: Sequence[Contribution], learner: int
     ) -> list[str]:

@@ -34,6 +34,8 @@ from megatron_hacpo.megatron.offload import HostCopies
 from megatron_hacpo.megatron.packing import Division, PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.stream import hf_tensors, to_leader
+from megatron_hacpo.megatron.torch_dist import Writing
+from megatron_hacpo.megatron.training_state import TrainingState
 
 Gradient = list[list[torch.Tensor]]
 """fp32, per Megatron optimizer: what this rank counts in the norm, so that over the optimizer's ranks each
@@ -75,7 +77,10 @@ class Update:
 
 
 class Policy:
-    """One agent's trainable Megatron model, its optimizer, and (for a KL penalty) its frozen reference."""
+    """One agent's trainable Megatron model, its optimizer, and (for a KL penalty) its frozen reference.
+
+    updates: optimizer steps made, over all RL steps.
+    """
 
     def __init__(
         self,
@@ -140,6 +145,8 @@ class Policy:
             _optimizer_config(optimizer, dtype, in_host_memory), self._parts
         )
         self._schedule = _schedule(self._optimizer, optimizer, steps)
+        self._state = TrainingState(self.modules, self._optimizer, world)
+        self.updates = 0
         megatron_config.finalize_model_grads_func = _sum_model_grads
         megatron_config.grad_scale_func = self._optimizer.scale_loss
 
@@ -213,6 +220,7 @@ class Policy:
         applied = math.isfinite(grad_norm) and math.isfinite(total)
         if applied:
             self._optimizer.step()
+            self.updates += 1
         load_balance = None if self._routers is None else self._routers.mean()
         return Update(grad_norm, applied, outputs, load_balance, gradient)
 
@@ -290,6 +298,16 @@ class Policy:
         for part in self._parts:
             for buffer in [*part.buffers, *part.expert_parallel_buffers]:
                 yield buffer.grad_data
+
+    def state_writing(self, folder: Path, *, copy: bool) -> Writing:
+        """What writes weights and optimizer states into `folder`; see `TrainingState.writing`."""
+        return self._state.writing(folder, self.updates, copy=copy)
+
+    def load_state(self, folder: Path, *, step: int, updates: int) -> None:
+        """Go on as the policy that wrote `folder` after RL step `step` and `updates` optimizer steps."""
+        self._state.load(folder, updates)
+        self.updates = updates
+        self._schedule.step(increment=step)
 
     def stage_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of this pipeline stage; every rank of it must exhaust it."""

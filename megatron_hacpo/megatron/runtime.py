@@ -87,6 +87,8 @@ class World:
             return data
         length = torch.tensor([len(data) if data is not None else 0])
         dist.broadcast(length, src=source, group=self.host_group)
+        if not length:
+            return b""
         buffer = torch.empty(int(length), dtype=torch.uint8)
         if data is not None:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))

@@ -42,6 +42,22 @@ def write_row(file: TextIO, row: Mapping[str, Any]) -> None:
     file.flush()
 
 
+def keep_until(folder: Path, step: int) -> None:
+    """Cut an agent's files after `step`: rows of later steps, and with step 0 all, as evaluations of step 0
+    are made again; a last line without its end too."""
+    for name in (METRICS, EVALUATION, SAMPLES):
+        path = folder / name
+        if not path.is_file():
+            continue
+        with path.open("rb+") as file:
+            kept = 0
+            for line in file:
+                if not line.endswith(b"\n") or step == 0 or _row(line, path)["step"] > step:
+                    break
+                kept += len(line)
+            file.truncate(kept)
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """All complete rows; none if there is no such file."""
     return list(Tail(path).new_rows())

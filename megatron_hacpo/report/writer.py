@@ -1,6 +1,7 @@
 """One agent's metrics on their way out: JSON lines always, TensorBoard and W&B where asked for."""
 
 import importlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,22 @@ from megatron_hacpo.report.files import EVALUATION, METRICS, SAMPLES, plain, wri
 class MetricsWriter:
     """Writes into one agent's folder; exactly one process of the agent has one. Rows carry their `step`."""
 
-    def __init__(self, folder: str | Path, *, tensorboard: bool = True, wandb: bool = False) -> None:
-        """folder: RUN_DIR/AGENT, made if missing. Raises ValueError if it holds an earlier run's rows."""
+    def __init__(
+        self, folder: str | Path, *, tensorboard: bool = True, wandb: bool = False, after: int = 0
+    ) -> None:
+        """folder: RUN_DIR/AGENT, made if missing. after: the step that the rows in it end with.
+
+        Raises ValueError if there are rows and `after` is 0.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         for name in (METRICS, EVALUATION, SAMPLES):
-            if (folder / name).exists():
+            if after == 0 and (folder / name).exists() and (folder / name).stat().st_size > 0:
                 raise ValueError(f"run.name: {folder / name} is an earlier run's; choose another name")
-        self._metrics = (folder / METRICS).open("x", encoding="utf-8")
-        self._evaluations = (folder / EVALUATION).open("x", encoding="utf-8")
-        self._samples = (folder / SAMPLES).open("x", encoding="utf-8")
-        self._tensorboard = _open_tensorboard(folder) if tensorboard else None
+        self._metrics = (folder / METRICS).open("a", encoding="utf-8")
+        self._evaluations = (folder / EVALUATION).open("a", encoding="utf-8")
+        self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
+        self._tensorboard = _open_tensorboard(folder, after) if tensorboard else None
         self._wandb = _open_wandb(folder) if wandb else None
 
     def step(self, row: Mapping[str, Any]) -> None:
@@ -38,6 +44,11 @@ class MetricsWriter:
         """Responses: `step`, `prompt`, `text`, `reward`, `source`, `ratio`, `advantage`."""
         for row in rows:
             write_row(self._samples, row)
+
+    def sync(self) -> None:
+        """Put all rows on the disk itself, as a checkpoint that follows them will be."""
+        for file in (self._metrics, self._evaluations, self._samples):
+            os.fsync(file.fileno())
 
     def close(self) -> None:
         """Write out what is buffered; the writer is of no use afterwards."""
@@ -63,10 +74,11 @@ class MetricsWriter:
             self._wandb.log(numbers | {"step": step})
 
 
-def _open_tensorboard(folder: Path) -> Any:
+def _open_tensorboard(folder: Path, after: int) -> Any:
+    """With what an attempt before wrote of later steps declared void."""
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"))
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else 0)
 
 
 def _open_wandb(folder: Path) -> Any:

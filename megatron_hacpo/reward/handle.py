@@ -13,10 +13,12 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Job:
-    """One response: its number, which is the trainer's to choose, and what the worker gets."""
+    """One response: its number, which is the trainer's to choose, and what the worker gets. again: a worker
+    has ended with it."""
 
     number: bytes
     payload: bytes
+    again: bool = False
 
 
 @dataclass

@@ -135,7 +135,7 @@ class _Supervisor:
         try:
             reply = worker.connection.recv_bytes()
         except (EOFError, OSError):
-            self._fail(worker, "crash")
+            self._crashed(worker)
             return
         self._replies.append(worker.job.number + reply[1:])
         self._learn(worker.used())
@@ -192,7 +192,7 @@ class _Supervisor:
             try:
                 worker.give(self._queue.popleft())
             except OSError:
-                self._fail(worker, "crash")
+                self._crashed(worker)
 
     def _answer(self) -> None:
         for reply in self._replies:
@@ -200,6 +200,17 @@ class _Supervisor:
         self._trainer.send_bytes(b"")
         self._replies.clear()
         self._collecting = False
+
+    def _crashed(self, worker: Handle) -> None:
+        """Whoever ended the worker, its response gets another one; if it ends that too, it is its doing."""
+        job = worker.job
+        assert job is not None
+        if job.again:
+            self._fail(worker, "crash")
+            return
+        self._busy.remove(worker)
+        worker.bury()
+        self._queue.appendleft(Job(job.number, job.payload, again=True))
 
     def _fail(self, worker: Handle, reason: Reason, detail: str = "") -> None:
         assert worker.job is not None

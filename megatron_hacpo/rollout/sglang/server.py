@@ -146,6 +146,6 @@ class ManagedServer:
 
 
 def new_key() -> str:
-    """An API key that nobody can guess. In hexadecimal: SGLang makes a command line of the file with it, and a
-    key that begins with a hyphen would be an option there."""
+    """An API key that nobody can guess. In hexadecimal: SGLang makes a command line of the file that has it,
+    where a key that begins with a hyphen would be an option."""
     return secrets.token_hex(24)

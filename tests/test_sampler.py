@@ -1,17 +1,21 @@
-"""How an agent has its responses scored while others are still being generated."""
+"""How an agent has its responses scored while others are still being generated, or takes them from disk."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from learner_steps import pair_config
 
-from megatron_hacpo.agent import Agent
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
+from megatron_hacpo.checkpoint.pool import Pool
 from megatron_hacpo.data.prompts import Prompt
 from megatron_hacpo.inputs import Verifiers
+from megatron_hacpo.learner.own import Sampled
 from megatron_hacpo.rollout.base import OnResponse, Response, Sampling
+from megatron_hacpo.sampler import Sampler
 
 CONFIG = pair_config()  # four responses per prompt
 TOKENIZER = AgentTokenizer.load(CONFIG.agents["A"].model)
@@ -46,36 +50,33 @@ class Told:
         return RESPONSES
 
 
+@dataclass
+class Scorer:
+    """A sampler with what it needs."""
+
+    verifiers: Verifiers
+    sampler: Sampler
+
+    def __call__(self) -> Sampled:
+        return self.sampler.score(self.sampler.generate(PROMPTS, 1, Told().generate), 1)
+
+
 @pytest.fixture
-def agent() -> Iterator[Agent]:
+def scorer(tmp_path: Path) -> Iterator[Scorer]:
     verifiers = Verifiers(CONFIG)
+    world = SimpleNamespace(is_leader=True, broadcast=lambda payload: payload)
+    pool = Pool(tmp_path, "A", keep=1, since_checkpoint=False)
     try:
-        yield Agent(
-            config=CONFIG,
-            name="A",
-            index=0,
-            sources=["A"],
-            world=SimpleNamespace(broadcast=lambda payload: payload),
-            tokenizer=TOKENIZER,
-            source=None,
-            benchmarks=[],
-            verifiers=verifiers,
-            policy=None,
-            exchange=None,
-            rollout=Told(),
-            writer=None,
-            tracker=None,
-            window=None,
-        )
+        yield Scorer(verifiers, Sampler(CONFIG, "A", world, TOKENIZER, verifiers, pool))
     finally:
         verifiers.close()
 
 
-def test_rewards_are_those_of_scoring_afterwards(agent: Agent) -> None:
-    scored = agent.score(agent.generate(PROMPTS, step=1))
+def test_rewards_are_those_of_scoring_afterwards(scorer: Scorer) -> None:
+    scored = scorer()
     texts = [r.text for r in scored.responses]
     assert texts == [*ANSWERS, ANSWERS[0]] * 3
-    expected = agent.verifiers.usual.score(PROMPTS, texts, [r.finish_reason for r in RESPONSES])
+    expected = scorer.verifiers.usual.score(PROMPTS, texts, [r.finish_reason for r in RESPONSES])
     np.testing.assert_equal(
         [np.nan if r.reward is None else r.reward for r in scored.responses], expected.rewards
     )
@@ -83,7 +84,7 @@ def test_rewards_are_those_of_scoring_afterwards(agent: Agent) -> None:
     assert [r.failure for r in scored.responses] == [None] * 8 + ["ground_truth"] * 3 + [None]
 
 
-def test_each_response_is_decoded_once(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_response_is_decoded_once(scorer: Scorer, monkeypatch: pytest.MonkeyPatch) -> None:
     decode, decoded = AgentTokenizer.decode_response, []
 
     def counted(self: AgentTokenizer, ids: np.ndarray) -> tuple[str, bool]:
@@ -91,5 +92,20 @@ def test_each_response_is_decoded_once(agent: Agent, monkeypatch: pytest.MonkeyP
         return decode(self, ids)
 
     monkeypatch.setattr(AgentTokenizer, "decode_response", counted)
-    agent.score(agent.generate(PROMPTS, step=1))
+    scorer()
     assert len(decoded) == len(RESPONSES)
+
+
+def test_what_is_on_the_disk_is_not_sampled_again(scorer: Scorer, tmp_path: Path) -> None:
+    first = scorer()
+
+    def generate(*given: object, **named: object) -> None:
+        raise AssertionError
+
+    assert scorer.sampler.score(scorer.sampler.generate(PROMPTS, 1, generate), 1) == first
+    with pytest.raises(ValueError, match="is of other prompts"):
+        scorer.sampler.generate(PROMPTS[:1], 1, generate)
+    file = tmp_path / "step_000001/pool/A.sampled"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(ValueError, match=r"damaged .* remove it to sample again"):
+        scorer.sampler.generate(PROMPTS, 1, generate)

@@ -1,0 +1,1 @@
+"""Joint checkpoints: all agents at the same step, complete or not there at all."""

@@ -1,0 +1,133 @@
+"""From a run's folder to the step that it goes on from, and the folder as it was after that step."""
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_hacpo.checkpoint import pool
+from megatron_hacpo.checkpoint.files import find_damage
+from megatron_hacpo.checkpoint.identity import Difference, Identity, differences, not_allowed, version_changes
+from megatron_hacpo.checkpoint.state import MANIFEST, AgentState, Manifest, Marker, read
+from megatron_hacpo.checkpoint.steps import (
+    MARKER,
+    after,
+    checkpoint_folder,
+    complete_steps,
+    remove_checkpoint,
+    remove_if_empty,
+    step_folder,
+    steps,
+)
+from megatron_hacpo.report.files import keep_until
+
+LOGS = "logs"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """step: the last one that is done; 0: none, the run starts again. changes: in what the configuration
+    differs from the checkpoint's, as was allowed. remarks: for people."""
+
+    step: int
+    changes: list[Difference]
+    remarks: list[str]
+
+
+def find_resume_point(
+    run_dir: Path, now: Identity, *, step: int | None = None, allow: Sequence[str] = (), hashes: bool = True
+) -> ResumePoint:
+    """Where a run goes on: after its newest complete checkpoint, or after `step`.
+
+    allow: dotted keys of the configuration in which the run may differ from what it was. hashes: False looks
+    at the sizes of files alone. Raises ValueError, a line for each mistake, if there is no such step, a file
+    of it is damaged, or the configuration is another run's.
+    """
+    complete = complete_steps(run_dir)
+    if step is None:
+        step = complete[-1] if complete else 0
+    if step == 0:
+        return ResumePoint(0, [], [])
+    if step not in complete:
+        there = f"there are steps {', '.join(map(str, complete))}" if complete else "there is none"
+        raise ValueError(f"--from-step: {step}: {run_dir} has no complete checkpoint of it; {there}")
+    marker = _undamaged(run_dir, step, complete, hashes=hashes)
+    found = list(differences(marker.identity, now))
+    refused = not_allowed(found, allow)
+    if refused:
+        lines = [f"{d.key}: {d.text}; --allow {d.key} if that is meant" for d in refused]
+        raise ValueError("\n".join(lines))
+    remarks = [f"{d.key} {d.text}" for d in found] + version_changes(marker.identity, now)
+    return ResumePoint(step, found, remarks)
+
+
+def _undamaged(run_dir: Path, step: int, complete: Sequence[int], *, hashes: bool) -> Marker:
+    """The marker of a checkpoint whose files are what was saved."""
+    folder = checkpoint_folder(run_dir, step)
+    try:
+        marker = read(folder / MARKER, Marker)
+        damage = find_damage(
+            folder, {f"{agent}/{MANIFEST}": entry for agent, entry in marker.manifests.items()}
+        )
+        for agent in marker.manifests if damage is None else ():
+            manifest = read(folder / agent / MANIFEST, Manifest)
+            damage = damage or find_damage(folder / agent, manifest.files, hashes=hashes)
+    except ValueError as error:
+        damage = str(error)
+        if "newer version" in damage:
+            raise
+    if damage is not None:
+        earlier = [other for other in complete if other < step]
+        offer = f"--from-step {earlier[-1]} goes on from the one before" if earlier else "there is no earlier"
+        raise ValueError(f"--resume: the checkpoint of step {step} is damaged: {damage}; {offer}")
+    return marker
+
+
+def rewind(run_dir: Path, point: ResumePoint, agents: Iterable[str]) -> list[str]:
+    """Make the run's folder what it was after `point.step`: metrics, checkpoints, responses and logs.
+
+    Responses of the steps that follow stay, if they would be sampled again. Logs of the attempt before become
+    logs.N, and checkpoints of later steps step_NNNNNN.N. Returns what was done, for people.
+    """
+    step, names = point.step, list(agents)
+    done = []
+    for name in names:
+        keep_until(run_dir / name, step)
+    complete = complete_steps(run_dir)
+    for later in list(after(run_dir, step)):
+        if later in complete:
+            target = _free_name(step_folder(run_dir, later))
+            target.mkdir()
+            checkpoint_folder(run_dir, later).rename(target / "checkpoint")
+            done.append(f"the later checkpoint of step {later} is now {target}")
+        else:
+            remove_checkpoint(run_dir, later)
+    for earlier in steps(run_dir):  # half-written ones
+        if earlier <= step and earlier not in complete:
+            remove_checkpoint(run_dir, earlier)
+    if point.changes:
+        pool.forget_all(run_dir, step)
+    else:
+        last = pool.forget_later(run_dir, step, names)
+        if last > step:
+            done.append(f"steps {step + 1} to {last} are replayed with the responses that were sampled")
+    for later in list(after(run_dir, step)):
+        remove_if_empty(step_folder(run_dir, later))
+    if (run_dir / LOGS).is_dir():
+        (run_dir / LOGS).rename(_free_name(run_dir / LOGS))
+    for name in ("summary.json", "curves.png"):
+        (run_dir / name).unlink(missing_ok=True)
+    return done
+
+
+def load_state(run_dir: Path, step: int, agent: str) -> AgentState | None:
+    """An agent's counters after `step`; None if it was not there then."""
+    folder = checkpoint_folder(run_dir, step) / agent
+    return read(folder / "state.json", AgentState) if folder.is_dir() else None
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while os.path.lexists(f"{path}.{number}"):
+        number += 1
+    return Path(f"{path}.{number}")
