@@ -131,6 +131,11 @@ class Agent:
         self.stopping = any(c.stop for c in pool)
         return pool
 
+    def look_for_stop(self) -> None:
+        """For a step without an exchange: whether the run is to end after it, known to the leader."""
+        asked = bytes([self.asked_to_stop()]) if self.world.is_leader else None
+        self.stopping = self.world.broadcast(asked) == b"\1"
+
     def build_batch(self, pool: Sequence[Contribution], own: OwnRollouts, step: int) -> StepBatch:
         """Capability, advantages and mini-batches of this learner."""
         return build(
@@ -219,6 +224,7 @@ class Agent:
 
     def evaluate(self, step: int) -> None:
         """Held-out prompts and benchmarks, into eval.jsonl and eval/step_N/."""
+        self.on_phase(step, "evaluate")
         row: dict[str, float] = {}
         for benchmark in self.benchmarks:
             measured = measure(
@@ -266,6 +272,7 @@ class Agent:
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""
+        self.on_phase(self.config.run.steps, "export")
         self.rollout.release()
         stream = self.policy.export()
         if self.world.is_leader:

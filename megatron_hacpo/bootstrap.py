@@ -18,7 +18,7 @@ from megatron_hacpo.bridge.exchange import Exchange
 from megatron_hacpo.bridge.members import current
 from megatron_hacpo.checkpoint.identity import Identity, identify
 from megatron_hacpo.checkpoint.pool import Pool
-from megatron_hacpo.checkpoint.resume import find_resume_point, load_state, rewind
+from megatron_hacpo.checkpoint.resume import find_resume_point, load_state, note_attempt, rewind
 from megatron_hacpo.checkpoint.saver import Saver
 from megatron_hacpo.checkpoint.state import RANDOM
 from megatron_hacpo.checkpoint.steps import checkpoint_folder
@@ -152,6 +152,7 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     finally:
         rollout.close()  # also after an error: servers would outlive this process for a while
     exchange.close()
+    agent.saver.finish()
     if verifiers is not None:
         verifiers.close()
     if writer is not None:
@@ -171,6 +172,7 @@ def _prepare(config: RunConfig, identity: Identity, start: int) -> None:
     if not config_file.exists():
         config_file.parent.mkdir(parents=True, exist_ok=True)
         config_file.write_text(dump(config), encoding="utf-8")
+        note_attempt(config.path, identity)
 
 
 def _go_on(agent: Agent, start: int) -> None:

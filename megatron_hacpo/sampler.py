@@ -52,7 +52,8 @@ class Sampler:
         the rewards. What an attempt before, or the run to be replayed, has left on the disk is taken from
         there, with its rewards.
         """
-        sampled = self._saved(prompts, step) if self._world.is_leader else None
+        prompt_ids = [self._tokenizer.render_prompt(p.messages) for p in prompts]
+        sampled = self._saved(prompts, prompt_ids, step) if self._world.is_leader else None
         there = bytes([sampled is not None]) if self._world.is_leader else None
         self._replays = self._world.broadcast(there) == b"\1"
         if self._replays:
@@ -66,7 +67,6 @@ class Sampler:
             top_k=rollout.top_k,
             seed=_seed(self._config.run.seed, self._index, step),
         )
-        prompt_ids = [self._tokenizer.render_prompt(p.messages) for p in prompts]
         own: dict[int, OwnResponse] = {}
 
         def submit(index: int, response: Response) -> None:
@@ -84,14 +84,19 @@ class Sampler:
             [own[index] for index in range(len(found))],
         )
 
-    def _saved(self, prompts: Sequence[Prompt], step: int) -> Sampled | None:
-        """What is on the disk for this step."""
+    def _saved(
+        self, prompts: Sequence[Prompt], prompt_ids: Sequence[Sequence[int]], step: int
+    ) -> Sampled | None:
+        """What is on the disk for this step. Raises ValueError if it is not what this run can train on."""
         replay = self._config.debug.replay
         pool = self._pool if replay is None else self._pool.of_run(Path(replay))
         path = pool.sampled_path(step)
         if not path.is_file():
             if replay is not None:
-                raise ValueError(f"debug.replay: {replay}: {path} is missing; lower run.steps")
+                raise ValueError(
+                    f"debug.replay: {replay}: has no responses of agent {self._name} in step {step}: {path} "
+                    "is missing; lower run.steps, or raise exchange.keep_steps of the run that samples"
+                )
             return None
         try:
             sampled = _SAMPLED.decode(path.read_bytes())
@@ -99,6 +104,14 @@ class Sampler:
             raise ValueError(f"{path} is damaged ({error}); remove it to sample again") from None
         if sampled.prompts != _hash(prompts):
             raise ValueError(f"{path} is of other prompts; use the data and batch.prompts it was made with")
+        if sampled.prompt_ids != [pack_ids(ids) for ids in prompt_ids]:
+            raise ValueError(f"{path} is of another tokenizer or chat template; use those it was made with")
+        group = self._settings.rollout.responses_per_prompt
+        if len(sampled.responses) != len(prompts) * group:
+            raise ValueError(
+                f"{path} has {len(sampled.responses)} responses to {len(prompts)} prompts, not "
+                f"rollout.responses_per_prompt = {group} to each; use what it was made with"
+            )
         return sampled
 
     def score(self, sampled: Sampled | None, step: int) -> Sampled:

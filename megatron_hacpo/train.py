@@ -58,4 +58,5 @@ def sample_step(agent: Agent, step: int) -> None:
         sampled = agent.generate(prompts, step)
     with clock("reward"):
         scored = agent.score(sampled, step)
+    agent.look_for_stop()
     agent.report_samples(step, scored, clock.metrics())

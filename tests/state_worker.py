@@ -1,4 +1,5 @@
-"""Four ranks that save and load states in several layouts: `python state_worker.py RANK PORT FOLDER`.
+"""Four ranks that save and load states in several layouts: `python state_worker.py RANK PORT FOLDER [LAYOUT
+...]`, without layouts all of CASES.
 
 FOLDER holds the models and, as FOLDER/one/MODEL, what one rank saved after BEFORE steps. Each layout goes on
 from that, and saves it to FOLDER/again/LAYOUT at once; it also makes the same steps itself and saves to
@@ -6,6 +7,7 @@ FOLDER/states/LAYOUT. Results: FOLDER/states.pt.
 """
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,11 +105,11 @@ def go_on(
     }
 
 
-def main(rank: int, port: int, folder: Path) -> None:
+def main(rank: int, port: int, folder: Path, layouts: Sequence[str]) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     results = {}
-    for layout in CASES:
+    for layout in layouts:
         sizes = {key: value for key, value in LAYOUTS[layout].items() if key != "distributed"}
         size = runtime.Layout(**sizes).world_size
         if rank < size:
@@ -128,4 +130,4 @@ def main(rank: int, port: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:] or list(CASES))

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from megatron_hacpo.config import ConfigError, RunConfig, load
+from megatron_hacpo.launch.cause import find_cause
 from megatron_hacpo.launch.local import describe_failure, lock_run, prepare_run_dir, serve_store, worker
 from megatron_hacpo.launch.placement import Rank, placement
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
@@ -164,6 +165,46 @@ def test_the_caller_decides_which_loss_ends_the_run(tmp_path: Path) -> None:
         supervise([waiting, python("A.rank0", fail, tmp_path)], on_loss=on_loss)
     assert lost == ["A"]
     assert gone(pid_in(waiting.log))
+
+
+def test_the_cause_is_blamed_and_not_who_was_seen_first(tmp_path: Path) -> None:
+    """A's connection to B is closed a moment before B has ended."""
+    log = tmp_path / "B.rank0.log"
+    victim = (
+        f"import os, time\nwhile not os.path.getsize({str(log)!r}): time.sleep(0.02)\n"
+        "raise RuntimeError('Connection closed by peer [127.0.0.1]:33')"
+    )
+    guilty = "import os, time; print(flush=True); time.sleep(0.4); os.kill(os.getpid(), 9)"
+    workers = [python("A.rank0", victim, tmp_path), python("B.rank0", guilty, tmp_path)]
+    workers.append(python("C.rank0", WAIT, tmp_path))
+    with pytest.raises(WorkerFailed, match=r"^B.rank0 was killed by SIGKILL$"):
+        supervise(workers, blame=find_cause, tick_seconds=0.1, blame_seconds=2.5)
+
+
+@pytest.mark.parametrize(
+    ("ends", "guilty"),
+    [
+        (
+            [(1, "x\nRuntimeError: [pair.cc:5] Connection closed by peer [::1]:3"), (1, "OSError: no space")],
+            1,
+        ),
+        ([(1, "RuntimeError: step 3: agents B did not come to the exchange, which ..."), (2, "")], 1),
+        ([(1, "DistBackendError: NCCL error\nncclRemoteError: A call failed"), (-9, "")], 1),
+        ([(-6, "[E] watchdog: recvValue failed on SocketImpl"), (1, "ValueError: x")], 1),
+        ([(1, "warning: Connection reset by peer\nValueError: x"), (1, "RuntimeError: Broken pipe")], 0),
+        ([(1, "torch.OutOfMemoryError: CUDA out of memory"), (-6, "Connection reset by peer")], 0),
+        ([(1, "RuntimeError: Connection reset"), (1, "RuntimeError: Broken pipe")], 0),
+    ],
+)
+def test_the_cause_is_told_by_signal_and_log(
+    ends: list[tuple[int, str]], guilty: int, tmp_path: Path
+) -> None:
+    failures = []
+    for number, (code, text) in enumerate(ends):
+        worker = python(f"w{number}", "", tmp_path)
+        worker.log.write_text(text)
+        failures.append(WorkerFailed(worker, code))
+    assert find_cause(failures) is failures[guilty]
 
 
 def test_a_worker_that_hangs_is_killed_and_has_failed(tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from parity_models import TOKENIZER_OF, write_models
 from parity_worker import balanced_update, steps_of
 from random_models import CONFIGS, random_model
 from ranks import run_ranks
+from state_worker import save
 from test_conversion import TP2, check_report, make_folders
 from test_megatron_layouts import check_first_ratios, check_updates
+from test_training_state import tensors
 
 from megatron_hacpo.hf.read import read_json
 from megatron_hacpo.megatron import runtime
@@ -113,3 +115,16 @@ def test_either_reads_the_others_checkpoints(tmp_path: Path) -> None:
     shown = convert("to-hf", tmp_path / "installed", tmp_path / "back", "--verify")
     assert f"{tensors} tensors are equal" in shown
     assert verify_tensors(tmp_path / "back", tmp_path / "newest", lambda size: None) == tensors
+
+
+@pytest.mark.parametrize("layout", ["tp2 sp", "cp2 pp2 distributed optimizer"])
+def test_the_newest_takes_on_the_installed_ones_training_state(layout: str, models: Path) -> None:
+    """And gives it back as it was."""
+    with runtime.alone() as world:
+        save(models, layout, world, models / "one" / layout, alone=True)
+    run_ranks("state_worker.py", 4, models, layout)
+    with runtime.alone() as world:
+        before, after = (tensors(models, layout, world, models / name / layout) for name in ("one", "again"))
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert torch.equal(tensor, after[key]), key

@@ -205,10 +205,10 @@ def flip(path: Path) -> None:
     ("damage", "message"),
     [
         (lambda f: flip(f / "A/__0_0.distcp"), r"A/__0_0.distcp has changed"),
-        (lambda f: flip(f / "B/random/0"), r"B/random/0 has changed"),
+        (lambda f: flip(f / "B/training/random/0"), r"B/training/random/0 has changed"),
         (lambda f: (f / "A/__0_0.distcp").write_bytes(b"x"), r"A/__0_0.distcp has 1 bytes, not"),
-        (lambda f: (f / "B/state.json").unlink(), r"B/state.json is missing"),
-        (lambda f: flip(f / "B/manifest.json"), r"B/manifest.json has changed"),
+        (lambda f: (f / "B/training/state.json").unlink(), r"B/training/state.json is missing"),
+        (lambda f: flip(f / "B/training/manifest.json"), r"B/training/manifest.json has changed"),
         (lambda f: (f / "complete.json").write_text("{"), r"complete.json is damaged"),
     ],
 )
@@ -247,3 +247,50 @@ def test_agents_join_and_leave_when_allowed(folder: Path, whole: Path) -> None:
     row = rows(run_dir / "A/metrics.jsonl")[-1]
     assert row["step"] == 6
     assert "capability/B" not in row
+
+
+AGENTS = {
+    1: ["agents.B=null"],
+    2: [],
+    3: ["agents.C={model: examples/tiny/C}"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("agents", AGENTS)
+def test_twelve_steps_stopped_after_each_of_them(agents: int, folder: Path) -> None:
+    settings = [*AGENTS[agents], "algorithm.kl_coef=0.01", "evaluation.every=4"]
+    expected = run(folder, f"whole{agents}", *settings, "run.steps=12")
+    for steps in range(1, 13):
+        options = ["--resume"] if steps > 1 else []
+        run_dir = run(folder, f"steps{agents}", *settings, f"run.steps={steps}", options=options)
+    assert_same(results(run_dir), results(expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["agents.A.parallel={data: 2}", "agents.B.parallel={pipeline: 2}"],
+        ["agents.A.parallel={tensor: 2}", "agents.B.parallel={context: 2}", "optimizer.distributed=true"],
+    ],
+)
+def test_another_layout_goes_on_with_the_same_responses(layout: list[str], folder: Path) -> None:
+    kept = ["run.steps=12", "checkpoint.keep_last=99", "exchange.keep_steps=99", "optimizer.eps=1.0e-4"]
+    if not (folder / "layouts").exists():
+        run(folder, "layouts", *kept)
+    copy_of(folder / "layouts", "other")
+    run_dir = run(folder, "other", *kept, *layout, options=["--from-step", "6"])
+    for agent in "AB":
+        expected = rows(folder / "layouts" / agent / "metrics.jsonl")
+        got = rows(run_dir / agent / "metrics.jsonl")
+        assert [row["step"] for row in got] == list(range(1, 13))
+        for name in ("loss/objective", "grad_norm"):
+            gaps = [
+                abs(a[name] - b[name]) / (abs(b[name]) or 1.0) for a, b in zip(got, expected, strict=True)
+            ]
+            print(agent, name, gaps)
+            assert gaps[:6] == [0.0] * 6
+            assert gaps[6] <= 1e-5
+            assert max(gaps) <= 1e-3
+    shutil.rmtree(run_dir)

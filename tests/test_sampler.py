@@ -105,6 +105,15 @@ def test_what_is_on_the_disk_is_not_sampled_again(scorer: Scorer, tmp_path: Path
     assert scorer.sampler.score(scorer.sampler.generate(PROMPTS, 1, generate), 1) == first
     with pytest.raises(ValueError, match="is of other prompts"):
         scorer.sampler.generate(PROMPTS[:1], 1, generate)
+    more = pair_config("rollout.responses_per_prompt=5")
+    for config, tokenizer, wrong in (
+        (more, TOKENIZER, r"has 12 responses to 3 prompts, not rollout.responses_per_prompt = 5 to each"),
+        (CONFIG, AgentTokenizer.load(CONFIG.agents["B"].model), "is of another tokenizer or chat template"),
+    ):
+        pool = Pool(tmp_path, "A", keep=1, since_checkpoint=False)
+        world = SimpleNamespace(is_leader=True, broadcast=lambda payload: payload)
+        with pytest.raises(ValueError, match=wrong):
+            Sampler(config, "A", world, tokenizer, scorer.verifiers, pool).generate(PROMPTS, 1, generate)
     file = tmp_path / "step_000001/pool/A.sampled"
     file.write_bytes(file.read_bytes()[:-7])
     with pytest.raises(ValueError, match=r"damaged .* remove it to sample again"):

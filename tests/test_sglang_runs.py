@@ -1,6 +1,8 @@
 """Whole runs on real SGLang servers, and servers that are not what the configuration says."""
 
+import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -15,6 +17,7 @@ from learner_steps import pair_config
 from sglang_servers import KEY, sglang_python, spec_of, started
 from test_end_to_end import launch, rows, start
 
+from megatron_hacpo.config import yaml12
 from megatron_hacpo.megatron.convert import hf_to_megatron
 from megatron_hacpo.megatron.runtime import Layout
 from megatron_hacpo.rollout.sglang import ports as ports_module
@@ -42,7 +45,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     hf_to_megatron(Path("examples/tiny/B").absolute(), folder / "B", layout=Layout())
     layout = "agents.A.parallel={tensor: 2, pipeline: 2}"
     server = "agents.A.rollout={sglang: {tensor: 2}}"
-    return launch(folder, "servers", *managed(), layout, server, f"agents.B.model={folder / 'B'}")
+    model = f"agents.B.model={folder / 'B'}"
+    return launch(folder, "servers", *managed(), layout, server, model, "checkpoint.every=1")
 
 
 @pytest.mark.parametrize("agent", ["A", "B"])
@@ -54,6 +58,32 @@ def test_servers_compute_what_the_trainer_computes_after_each_sync(agent: str, r
         assert row["ratio/own/first_update_max_abs_dev"] == 0.0
         assert row["reward/count"] == 32
     assert len({row["grad_norm"] for row in steps}) == 3  # the weights did change
+
+
+def test_a_resumed_run_replays_its_responses_and_gives_servers_the_weights(run: Path) -> None:
+    """Servers draw without seeds: only from the disk can a step be what it was."""
+    run_dir = Path(shutil.copytree(run, run.with_name("resumed")))
+    settings = yaml12.parse((run / "config.yaml").read_text())["agents"]
+    agents = [f"agents.{name}={json.dumps(agent)}" for name, agent in settings.items()]
+    done = start(
+        run.parent,
+        "resumed",
+        *managed(),
+        *agents,
+        "checkpoint.every=1",
+        "run.steps=4",
+        options=["--from-step", "2"],
+    )
+    assert done.returncode == 0, done.stderr
+    assert "steps 3 to 3 are replayed" in done.stdout
+    for agent in "AB":
+        before, after = rows(run, agent), rows(run_dir, agent)
+        assert [row["step"] for row in after] == [1, 2, 3, 4]
+        for old, new in zip(before, after, strict=False):
+            assert {k: v for k, v in new.items() if not k.startswith("time/")} == {
+                k: v for k, v in old.items() if not k.startswith("time/")
+            }
+        assert after[3]["logprob/engine_trainer_max_abs_diff"] < 1e-4
 
 
 def test_no_server_and_no_key_outlives_the_run(run: Path) -> None:

@@ -2,15 +2,18 @@
 
 import hashlib
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
 
 _PIECE_BYTES = 2**20
+
+_TRY_SECONDS = 10.0
+"""Far longer than others keep removing a folder; where none can be made, as in a deleted one, it ends."""
 
 
 class FileEntry(msgspec.Struct, frozen=True):
@@ -23,11 +26,15 @@ class FileEntry(msgspec.Struct, frozen=True):
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file that is either complete or absent, also after a crash; makes its folder."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    with _open_in_new_folder(beside) as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
+    try:
+        with _open_in_new_folder(beside) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise
     sync_folder(path.parent)
 
 
@@ -83,9 +90,13 @@ def remove(paths: Iterable[Path]) -> None:
 
 def _open_in_new_folder(path: Path) -> BinaryIO:
     """Open for writing, making the folder. Agents that share nothing do not wait for each other, so another
-    one may remove the folder while it is still empty.
+    one may remove the folder, or the one that it is made in, while it is still empty.
     """
+    deadline = time.monotonic() + _TRY_SECONDS
     while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             return path.open("wb")
+        except FileNotFoundError:
+            if time.monotonic() > deadline:
+                raise

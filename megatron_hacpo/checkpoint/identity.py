@@ -25,7 +25,7 @@ _FREE = re.compile(
     rf"|{_ANYTHING}optimizer\.(?:distributed|cpu_offload)"
     r"|reward\.(?:workers|deadline_seconds|memory_mb)"
     r"|batch\.microbatch_tokens|exchange\.(?:keep_steps|timeout_minutes)"
-    r"|(?:evaluation|checks|report|checkpoint|debug)\..*"
+    r"|(?:evaluation|checks|report|checkpoint)\..*"
 )
 """What a resumed run may have otherwise: where it computes, what it measures, how it is watched."""
 
@@ -46,6 +46,14 @@ class Identity(msgspec.Struct, frozen=True):
     data: str
     agents: dict[str, AgentIdentity]
     versions: dict[str, str]
+
+    def of(self, names: Sequence[str]) -> "Identity":
+        """Of the run as it goes on with these agents alone."""
+        return msgspec.structs.replace(
+            self,
+            config={**self.config, "agents": {name: self.config["agents"][name] for name in names}},
+            agents={name: self.agents[name] for name in names},
+        )
 
 
 @dataclass(frozen=True)
@@ -100,13 +108,15 @@ def differences(saved: Identity, now: Identity) -> Iterator[Difference]:
                 yield Difference(f"agents.{name}.tokenizer", "is another one")
     if saved.data != now.data:
         yield Difference("data.path", "has other prompts than the run had")
-    old, new = dict(_flat(_comparable(saved.config))), dict(_flat(_comparable(now.config)))
+    fixed = _fixed_rates(saved.config) and _fixed_rates(now.config)
+    old, new = (dict(_flat(_comparable(identity.config))) for identity in (saved, now))
     common = [name for name in before if name in after]
     for key in dict.fromkeys((*old, *new)):
         parts = key.split(".")
         if parts[0] == "agents" and parts[1] not in common:
             continue
-        if old.get(key) != new.get(key) and not _FREE.fullmatch(key):
+        free = _FREE.fullmatch(key) or (fixed and key == "run.steps")
+        if old.get(key) != new.get(key) and not free:
             yield Difference(key, f"was {_short(old.get(key))} and is {_short(new.get(key))}")
 
 
@@ -124,14 +134,14 @@ def not_allowed(found: Sequence[Difference], allow: Sequence[str]) -> list[Diffe
     return [d for d in found if not any(d.key == key or d.key.startswith(f"{key}.") for key in allow)]
 
 
+def _fixed_rates(config: Mapping[str, Any]) -> bool:
+    """Whether no learning rate depends on the number of steps."""
+    return all(agent["optimizer"]["schedule"] == "constant" for agent in config["agents"].values())
+
+
 def _comparable(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the number of steps, if no learning rate depends on it; and the run's own optimizer and rollout
-    sections, which only tell what the agents' are."""
-    agents = config["agents"].values()
-    fixed = all(agent["optimizer"]["schedule"] == "constant" for agent in agents)
-    run = {key: value for key, value in config["run"].items() if not (fixed and key == "steps")}
-    rest = {key: value for key, value in config.items() if key not in ("optimizer", "rollout")}
-    return {**rest, "run": run}
+    """Without the run's own optimizer and rollout sections, which only tell what the agents' are."""
+    return {key: value for key, value in config.items() if key not in ("optimizer", "rollout")}
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

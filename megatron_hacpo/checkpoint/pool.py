@@ -67,24 +67,26 @@ def forget_later(run_dir: Path, step: int, agents: list[str]) -> int:
     last = step
     while all((pool_folder(run_dir, last + 1) / (agent + SAMPLED)).is_file() for agent in agents):
         last += 1
-    for later in steps(run_dir):
+    for one in steps(run_dir):
         # In the step behind `last` some agents have theirs, of the very weights that the step will have.
-        if later > step:
-            _empty(run_dir, later, but=SAMPLED if later <= last + 1 else None)
+        _keep(run_dir, one, contributions=one <= step, sampled=one <= last + 1)
     return last
 
 
 def forget_all(run_dir: Path, step: int) -> None:
-    """Delete the responses of all steps after `step`: they are of other settings."""
-    for later in steps(run_dir):
-        if later > step:
-            _empty(run_dir, later)
+    """Delete what was sampled, which is of other settings, in every step: nobody is to go on with it later
+    from an earlier one. What was told up to `step` stays."""
+    for one in steps(run_dir):
+        _keep(run_dir, one, contributions=one <= step, sampled=False)
 
 
-def _empty(run_dir: Path, step: int, *, but: str | None = None) -> None:
-    """but: the ending of files that stay."""
+def _keep(run_dir: Path, step: int, *, contributions: bool, sampled: bool) -> None:
+    """Which kinds of a step's files stay; what a kill left half-written does not."""
     folder = pool_folder(run_dir, step)
     if folder.is_dir():
-        remove(file for file in folder.iterdir() if but is None or file.suffix != but)
+        for file in list(folder.iterdir()):
+            stays = sampled if file.suffix == SAMPLED else contributions
+            if file.name.startswith(".") or not stays:
+                remove([file])
         remove_if_empty(folder)
     remove_if_empty(step_folder(run_dir, step))

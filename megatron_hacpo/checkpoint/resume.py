@@ -6,9 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_hacpo.checkpoint import pool
-from megatron_hacpo.checkpoint.files import find_damage
+from megatron_hacpo.checkpoint.files import find_damage, write_atomically
 from megatron_hacpo.checkpoint.identity import Difference, Identity, differences, not_allowed, version_changes
-from megatron_hacpo.checkpoint.state import MANIFEST, AgentState, Manifest, Marker, read
+from megatron_hacpo.checkpoint.state import (
+    MANIFEST,
+    STATE,
+    AgentState,
+    Attempt,
+    Manifest,
+    Marker,
+    encode,
+    read,
+)
 from megatron_hacpo.checkpoint.steps import (
     MARKER,
     after,
@@ -22,16 +31,21 @@ from megatron_hacpo.checkpoint.steps import (
 from megatron_hacpo.report.files import keep_until
 
 LOGS = "logs"
+ATTEMPT = "identity.json"
+"""Of the attempt that runs or ran last."""
 
 
 @dataclass(frozen=True)
 class ResumePoint:
     """step: the last one that is done; 0: none, the run starts again. changes: in what the configuration
-    differs from the checkpoint's, as was allowed. remarks: for people."""
+    differs from the checkpoint's, as was allowed. remarks: for people. identity: with which the run goes on.
+    replays: whether the responses that were sampled are of that."""
 
     step: int
     changes: list[Difference]
     remarks: list[str]
+    identity: Identity
+    replays: bool
 
 
 def find_resume_point(
@@ -47,7 +61,7 @@ def find_resume_point(
     if step is None:
         step = complete[-1] if complete else 0
     if step == 0:
-        return ResumePoint(0, [], [])
+        return ResumePoint(0, [], [], now, _replays(run_dir, now))
     if step not in complete:
         there = f"there are steps {', '.join(map(str, complete))}" if complete else "there is none"
         raise ValueError(f"--from-step: {step}: {run_dir} has no complete checkpoint of it; {there}")
@@ -58,7 +72,19 @@ def find_resume_point(
         lines = [f"{d.key}: {d.text}; --allow {d.key} if that is meant" for d in refused]
         raise ValueError("\n".join(lines))
     remarks = [f"{d.key} {d.text}" for d in found] + version_changes(marker.identity, now)
-    return ResumePoint(step, found, remarks)
+    return ResumePoint(step, found, remarks, now, _replays(run_dir, now))
+
+
+def note_attempt(run_dir: Path, identity: Identity) -> None:
+    """Write down what is going to run, before anything of it is in the run's folder."""
+    write_atomically(run_dir / ATTEMPT, encode(Attempt(identity=identity)))
+
+
+def _replays(run_dir: Path, now: Identity) -> bool:
+    """Whether the responses in the run's folder are of this identity. They are the last attempt's: one that
+    differs deletes what it finds."""
+    path = run_dir / ATTEMPT
+    return path.is_file() and not any(differences(read(path, Attempt).identity, now))
 
 
 def _undamaged(run_dir: Path, step: int, complete: Sequence[int], *, hashes: bool) -> Marker:
@@ -87,12 +113,14 @@ def rewind(run_dir: Path, point: ResumePoint, agents: Iterable[str]) -> list[str
     """Make the run's folder what it was after `point.step`: metrics, checkpoints, responses and logs.
 
     Responses of the steps that follow stay, if they would be sampled again. Logs of the attempt before become
-    logs.N, and checkpoints of later steps step_NNNNNN.N. Returns what was done, for people.
+    logs.N, and checkpoints of later steps step_NNNNNN.N. Returns what was done, for people. One that was
+    killed is made up for by another.
     """
     step, names = point.step, list(agents)
     done = []
-    for name in names:
-        keep_until(run_dir / name, step)
+    for folder in sorted(run_dir.iterdir()):  # also of agents that have left
+        if folder.is_dir():
+            keep_until(folder, step)
     complete = complete_steps(run_dir)
     for later in list(after(run_dir, step)):
         if later in complete:
@@ -105,7 +133,7 @@ def rewind(run_dir: Path, point: ResumePoint, agents: Iterable[str]) -> list[str
     for earlier in steps(run_dir):  # half-written ones
         if earlier <= step and earlier not in complete:
             remove_checkpoint(run_dir, earlier)
-    if point.changes:
+    if not point.replays:
         pool.forget_all(run_dir, step)
     else:
         last = pool.forget_later(run_dir, step, names)
@@ -113,6 +141,7 @@ def rewind(run_dir: Path, point: ResumePoint, agents: Iterable[str]) -> list[str
             done.append(f"steps {step + 1} to {last} are replayed with the responses that were sampled")
     for later in list(after(run_dir, step)):
         remove_if_empty(step_folder(run_dir, later))
+    note_attempt(run_dir, point.identity)
     if (run_dir / LOGS).is_dir():
         (run_dir / LOGS).rename(_free_name(run_dir / LOGS))
     for name in ("summary.json", "curves.png"):
@@ -121,9 +150,11 @@ def rewind(run_dir: Path, point: ResumePoint, agents: Iterable[str]) -> list[str
 
 
 def load_state(run_dir: Path, step: int, agent: str) -> AgentState | None:
-    """An agent's counters after `step`; None if it was not there then."""
-    folder = checkpoint_folder(run_dir, step) / agent
-    return read(folder / "state.json", AgentState) if folder.is_dir() else None
+    """An agent's counters after `step`; None if it was not there then. One that was lost while it saved has
+    left a folder, which nobody vouches for."""
+    folder = checkpoint_folder(run_dir, step)
+    there = agent in read(folder / MARKER, Marker).manifests
+    return read(folder / agent / STATE, AgentState) if there else None
 
 
 def _free_name(path: Path) -> Path:

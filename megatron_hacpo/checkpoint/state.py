@@ -9,9 +9,10 @@ from megatron_hacpo.checkpoint.files import FileEntry
 from megatron_hacpo.checkpoint.identity import Identity
 
 SCHEMA = 1
-"""Of all three; a later one may be read by no earlier version."""
+"""Of all of them; a later one may be read by no earlier version."""
 
-STATE, MANIFEST, RANDOM = "state.json", "manifest.json", "random"
+STATE, MANIFEST, RANDOM = "training/state.json", "training/manifest.json", "training/random"
+"""In an agent's folder, apart from what makes it a model's."""
 
 
 class AgentState(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,14 +52,21 @@ class Marker(msgspec.Struct, frozen=True, kw_only=True):
     identity: Identity
 
 
+class Attempt(msgspec.Struct, frozen=True, kw_only=True):
+    """identity: of whoever sampled the responses that are in the run's folder."""
+
+    schema: int = SCHEMA
+    identity: Identity
+
+
 class _Header(msgspec.Struct):
     schema: int
 
 
-T = TypeVar("T", AgentState, Manifest, Marker)
+T = TypeVar("T", AgentState, Manifest, Marker, Attempt)
 
 
-def encode(value: AgentState | Manifest | Marker) -> bytes:
+def encode(value: AgentState | Manifest | Marker | Attempt) -> bytes:
     """As JSON that people can read."""
     return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
 

@@ -51,13 +51,22 @@ def prune(run_dir: Path, *, keep_last: int, keep_every: int) -> None:
 
 
 def remove_checkpoint(run_dir: Path, step: int) -> None:
-    """Delete a step's checkpoint; what is half deleted is not complete."""
+    """Delete a step's checkpoint, as another agent may too; what is half deleted is not complete."""
     folder = checkpoint_folder(run_dir, step)
     if folder.is_dir():
         (folder / MARKER).unlink(missing_ok=True)
-        sync_folder(folder)
-        shutil.rmtree(folder)
+        with suppress(FileNotFoundError):
+            sync_folder(folder)
+        shutil.rmtree(folder, onerror=_unless_gone)
     remove_if_empty(step_folder(run_dir, step))
+
+
+def _unless_gone(
+    function: object, path: str, info: tuple[type[BaseException], BaseException, object]
+) -> None:
+    """For rmtree: an error but for what somebody else has deleted meanwhile."""
+    if not isinstance(info[1], FileNotFoundError):
+        raise info[1]
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from megatron_hacpo.config.check_data import data_problems
 from megatron_hacpo.config.check_model import model_problems
@@ -12,7 +13,7 @@ from megatron_hacpo.config.errors import ConfigError, line
 from megatron_hacpo.config.schema import RunConfig, method_value
 
 RESERVED = re.compile(
-    r"logs(\.\d+)?|step_\d+(\.\d+)?|(config\.yaml|(launch|summary)\.json|curves\.png)", re.IGNORECASE
+    r"logs(\.\d+)?|step_\d+(\.\d+)?|(config\.yaml|(identity|launch|summary)\.json|curves\.png)", re.IGNORECASE
 )
 """Names in a run's folder that no agent may have."""
 
@@ -36,6 +37,8 @@ def check(config: RunConfig, *, training: bool = True) -> list[str]:
         *_reward_problems(config),
         *data_problems(config, training=training),
         *_report_problems(config),
+        *_checks_problems(config),
+        *_replay_problems(config),
     ]
     window = None
     try:
@@ -137,6 +140,28 @@ def _reward_problems(config: RunConfig) -> Iterator[str]:
 def _report_problems(config: RunConfig) -> Iterator[str]:
     if config.report.wandb and importlib.util.find_spec("wandb") is None:
         yield "report.wandb: true: wandb is not installed; install megatron-hacpo[wandb] or write false"
+
+
+def _checks_problems(config: RunConfig) -> Iterator[str]:
+    if config.checks.on_agent_loss == "continue" and config.exchange.keep_steps < 2:
+        wrong = (
+            "too few for checks.on_agent_loss = continue: who could not complete a step when an agent was "
+            "lost reads it from the disk, while others may be one step further; use at least 2"
+        )
+        yield line("exchange.keep_steps", config.exchange.keep_steps, wrong)
+
+
+def _replay_problems(config: RunConfig) -> Iterator[str]:
+    replay = config.debug.replay
+    if replay is None:
+        return
+    if not Path(replay).is_dir():
+        yield line("debug.replay", replay, "no such folder; give one such as runs/NAME")
+        return
+    for name in config.agents:
+        if not any(Path(replay).glob(f"step_*/pool/{name}.sampled")):
+            wrong = f"has no responses of agent {name}; give the folder of a run in which it samples"
+            yield line("debug.replay", replay, wrong)
 
 
 def _window_warning(config: RunConfig) -> str | None:

@@ -33,7 +33,7 @@ _WEIGHTS = (
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """(Hugging Face name, full tensor, which nothing changes until the last one is written)."""
 
-_PIECE_BYTES = 2**20
+PIECE_BYTES = 2**20
 """Of one write call. Given a whole tensor, the kernel looks for large free pages, which can take longer than
 all the rest."""
 
@@ -177,8 +177,8 @@ def _write_file(tensors: list[tuple[str, torch.Tensor]], path: Path) -> None:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             data = tensor.contiguous().flatten().view(torch.uint8).numpy().data
-            for start in range(0, len(data), _PIECE_BYTES):
-                file.write(data[start : start + _PIECE_BYTES])
+            for start in range(0, len(data), PIECE_BYTES):
+                file.write(data[start : start + PIECE_BYTES])
         file.flush()
         os.fsync(file.fileno())
 

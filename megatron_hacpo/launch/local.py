@@ -19,14 +19,17 @@ from rich.console import Console
 
 from megatron_hacpo.checkpoint.files import write_atomically
 from megatron_hacpo.checkpoint.identity import Identity, identify
-from megatron_hacpo.checkpoint.resume import find_resume_point, rewind
+from megatron_hacpo.checkpoint.resume import find_resume_point, note_attempt, rewind
+from megatron_hacpo.checkpoint.steps import complete_steps
 from megatron_hacpo.config import ConfigError, RunConfig, dump
+from megatron_hacpo.launch.cause import find_cause
 from megatron_hacpo.launch.liveness import Liveness
 from megatron_hacpo.launch.placement import Rank, placement
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
 from megatron_hacpo.process.heartbeat import STOP_KEY
 from megatron_hacpo.report import draw_curves, table, write_summary
+from megatron_hacpo.report.files import METRICS, read_rows
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -65,6 +68,8 @@ def launch(
     Raises ConfigError when the run's folder is taken or cannot be gone on with, WorkerFailed and Interrupted
     as `supervise` does.
     """
+    from megatron_hacpo.bridge.members import current
+
     started = time.monotonic()
     if resume is None:
         refuse_taken(config, overwrite=overwrite)
@@ -76,6 +81,7 @@ def launch(
         start = rewind_run(config, identity, resume, console)
     else:
         prepare_run_dir(config, overwrite=overwrite)
+        note_attempt(config.path, identity)
     address = f"{host}:{store.port}"
     write_atomically(
         config.path / LAUNCH, json.dumps({"pid": os.getpid(), "store": address}).encode() + b"\n"
@@ -92,7 +98,8 @@ def launch(
 
         def on_tick() -> None:
             if asked and not store.check([STOP_KEY]):
-                console.print("asked to stop: the run ends after this step, with a checkpoint")
+                saved = ", with a checkpoint" if _saves(config) else ""
+                console.print(f"asked to stop: the run ends after this step{saved}", highlight=False)
                 store.set(STOP_KEY, "")
             view.tick()
 
@@ -101,11 +108,46 @@ def launch(
             on_tick=on_tick,
             find_hung=lambda: {silent.name: silent.reason for silent in liveness.look(time.monotonic())},
             on_loss=partial(_lose, config, store, view, console),
+            blame=find_cause,
         )
+    if asked:
+        for line in describe_stop(config, current(store, config.names)):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     summary = write_summary(config.path, wall_seconds=time.monotonic() - started)
     draw_curves(config.path)
     console.print(table(summary))
     console.print(f"{summary['wall_seconds']:.0f} s; everything is in {config.path}", highlight=False)
+
+
+def _saves(config: RunConfig) -> bool:
+    """Whether the run makes checkpoints."""
+    return config.checkpoint.every > 0 and not config.debug.rollout_only
+
+
+def describe_stop(config: RunConfig, agents: Sequence[str]) -> list[str]:
+    """For people: how far a run has come that was asked to stop, and where it goes on. agents: at the end."""
+    last = {agent: _last_step(config.path / agent) for agent in agents}
+    done = min(last.values())
+    if done == config.run.steps:
+        return []
+    apart = max(last.values()) > done
+    where = ", ".join(f"{agent} after step {step}" for agent, step in last.items())
+    told = f"stopped as asked: {where}" if apart else f"stopped as asked after step {done}"
+    if not _saves(config):
+        return [f"{told}; nothing was saved to go on from"]
+    saved = max(complete_steps(config.path), default=0)
+    if saved == done and not apart:
+        return [f"{told}; --resume goes on from there"]
+    why = "agents that share nothing do not wait for each other; " if apart else ""
+    start = f"after step {saved}, the newest checkpoint of all" if saved else "from the start, as there is no"
+    start += "" if saved else " checkpoint of all"
+    return [f"{told}; {why}--resume goes on {start}, and replays the responses that were sampled since"]
+
+
+def _last_step(folder: Path) -> int:
+    """The last step that an agent has reported."""
+    rows = read_rows(folder / METRICS)
+    return rows[-1]["step"] if rows else 0
 
 
 @contextmanager

@@ -68,7 +68,9 @@ def supervise(
     on_tick: Callable[[], None] = lambda: None,
     find_hung: Callable[[], Mapping[str, str]] = dict,
     on_loss: Callable[[str, WorkerFailed], bool] = lambda group, failure: False,
+    blame: Callable[[Sequence[WorkerFailed]], WorkerFailed] = lambda failures: failures[0],
     tick_seconds: float = 0.5,
+    blame_seconds: float = 1.5,
     grace_seconds: float = 10.0,
 ) -> None:
     """Start all workers and wait until each has exited with code 0. To be called from the main thread.
@@ -76,10 +78,14 @@ def supervise(
     on_tick: called about every `tick_seconds` while they run.
     find_hung: called as often; names of workers that hang, each with what is wrong with it (`has ...`). Those
         that still run are killed and have failed. Other names are ignored.
-    on_loss: called with a group and the first failure in it, unless no other group is left. True: the group's
-        other workers are killed, and the other groups go on; it is not waited for any more.
+    on_loss: called with a group and the failure to blame in it, unless no other group is left. True: the
+        group's other workers are killed, and the other groups go on; it is not waited for any more.
+    blame: which of several failures, in the order in which they were seen, is the cause of the others: a
+        worker whose peer dies often fails too, and may be seen first. By default the first.
+    blame_seconds: how long after a failure others are waited for that may be its cause; not after a hang, and
+        not once all have ended.
     grace_seconds: between SIGTERM and SIGKILL.
-    Raises WorkerFailed for the first worker whose failure ends the run, by default the first that fails, and
+    Raises WorkerFailed for the worker to blame for the failure that ends the run, and
     Interrupted on SIGINT, SIGTERM or SIGHUP (a second one ends the grace); no worker and no descendant in a
     worker's process group is left in any case, but those that SIGKILL cannot end. If this process itself is
     killed, the kernel kills the workers.
@@ -89,7 +95,7 @@ def supervise(
         try:
             for worker in workers:
                 processes.append(_Process(worker))
-            _watch(processes, received, on_tick, find_hung, on_loss, tick_seconds)
+            _watch(processes, received, on_tick, find_hung, on_loss, blame, tick_seconds, blame_seconds)
         finally:
             _stop(processes, received, grace_seconds)
 
@@ -100,28 +106,49 @@ def _watch(
     on_tick: Callable[[], None],
     find_hung: Callable[[], Mapping[str, str]],
     on_loss: Callable[[str, WorkerFailed], bool],
+    blame: Callable[[Sequence[WorkerFailed]], WorkerFailed],
     tick_seconds: float,
+    blame_seconds: float,
 ) -> None:
     running = list(processes)
     groups = {process.worker.group for process in processes}
+    failures: list[WorkerFailed] = []
+    decide_at = 0.0
     while running:
         wait([process.pidfd for process in running], timeout=tick_seconds)
         if received:
             raise Interrupted(received[0])
-        for failure in [*_bury_ended(running), *_give_up_hung(running, find_hung())]:
-            group = failure.worker.group
-            if group not in groups:
-                continue  # lost by an earlier one of these failures
-            groups.remove(group)
-            if not groups or not on_loss(group, failure):
-                raise failure
-            for process in [process for process in running if process.worker.group == group]:
-                process.give_up()
-                running.remove(process)
+        found = [*_bury_ended(running), *_give_up_hung(running, find_hung())]
+        if found and not failures:
+            decide_at = time.monotonic() + blame_seconds
+        failures += found
+        if not running or time.monotonic() >= decide_at or any(failure.reason for failure in failures):
+            _lose_groups(failures, groups, running, on_loss, blame)
+            failures = []
         for process in processes:
             if process.given_up and not process.buried and process.has_ended():
                 process.bury()
         on_tick()
+
+
+def _lose_groups(
+    failures: Sequence[WorkerFailed],
+    groups: set[str],
+    running: list[_Process],
+    on_loss: Callable[[str, WorkerFailed], bool],
+    blame: Callable[[Sequence[WorkerFailed]], WorkerFailed],
+) -> None:
+    """Kill what is left of the groups that have failed; raises the failure that ends the run."""
+    while failures:
+        failure = blame(failures)
+        group = failure.worker.group
+        groups.remove(group)
+        if not groups or not on_loss(group, failure):
+            raise failure
+        for process in [process for process in running if process.worker.group == group]:
+            process.give_up()
+            running.remove(process)
+        failures = [other for other in failures if other.worker.group != group]
 
 
 def _bury_ended(running: list[_Process]) -> list[WorkerFailed]:

@@ -5,6 +5,8 @@ one tensor after another, can be fed from anywhere and runs in a thread. Megatro
 it finds beside the tensors; here nothing is read but tensors and their metadata.
 """
 
+import io
+import os
 import pickle
 import re
 import warnings
@@ -23,6 +25,7 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import (
     SavePlan,
@@ -34,6 +37,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron_hacpo.hf.read import CHECKPOINT_FILES, read_json
+from megatron_hacpo.hf.write import PIECE_BYTES
 
 _METADATA, _CONFIG = CHECKPOINT_FILES
 _FORMAT = ("torch_dist", 1)
@@ -51,6 +55,18 @@ def _bare_errors() -> Iterator[None]:
     except CheckpointException as error:
         cause, _ = next(iter(error.failures.values()))
         raise cause from None
+
+
+@contextmanager
+def _file_errors() -> Iterator[None]:
+    """The file system's errors themselves: after one, torch's zip writer raises a RuntimeError in its place,
+    about the file's end that it cannot write either."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def load_tensors(entries: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
@@ -83,6 +99,7 @@ class Writing:
         self._planner = _Planner(shards, data)
         # With nothing copied ahead tensors are asked for in order and written at once, on a GPU too.
         self._writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, per_thread_copy_ahead=0)
+        self._writer.fs = _InPieces()
         self._writer.set_up_storage_writer(dist.get_rank(group) == 0)
         plans = self._from_all(self._writer.prepare_local_plan(self._planner.create_local_plan()))
         plans, self._metadata = create_default_global_save_plan(plans)
@@ -92,7 +109,8 @@ class Writing:
 
     def write(self) -> None:
         """Write this rank's file, to the disk itself. Raises OSError as the file system does."""
-        self._results = self._writer.write_data(self._plan, self._planner).wait()
+        with _file_errors():
+            self._results = self._writer.write_data(self._plan, self._planner).wait()
 
     def collect(self) -> None:
         """Gather what each rank has written. A collective."""
@@ -101,7 +119,8 @@ class Writing:
     def describe(self) -> None:
         """Write down what is where: of the first rank alone. Raises OSError as the file system does."""
         self._writer.finish(self._metadata, self._all_results)
-        torch.save({}, self._folder / "common.pt")  # not for us: Megatron before 0.19 wants it
+        with _file_errors(), (self._folder / "common.pt").open("wb") as file:
+            torch.save({}, file)  # not for us: Megatron before 0.19 wants it
         save_config(CheckpointingConfig(*_FORMAT), str(self._folder))
 
     def _from_all(self, mine: Any) -> list[Any]:
@@ -109,6 +128,26 @@ class Writing:
         found: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(found, mine, group=self._group)
         return found
+
+
+class _InPieces(FileSystem):
+    """Gives torch's writer files that pass on a large tensor piece by piece. Given all of it at once, the
+    kernel looks for large free pages, which can take longer than all the rest."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with _PieceFile(path, mode) as file:
+            yield file
+
+
+class _PieceFile(io.FileIO):
+    def write(self, data: Any) -> int:
+        """All of it."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < len(view):
+            done += super().write(view[done : done + PIECE_BYTES])
+        return done
 
 
 class _Planner(SavePlanner):

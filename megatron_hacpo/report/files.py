@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,8 +44,8 @@ def write_row(file: TextIO, row: Mapping[str, Any]) -> None:
 
 
 def keep_until(folder: Path, step: int) -> None:
-    """Cut an agent's files after `step`: rows of later steps, and with step 0 all, as evaluations of step 0
-    are made again; a last line without its end too."""
+    """Cut an agent's files after `step`: rows and single problems of later steps, and with step 0 all, as
+    evaluations of step 0 are made again; a last line without its end too."""
     for name in (METRICS, EVALUATION, SAMPLES):
         path = folder / name
         if not path.is_file():
@@ -56,6 +57,9 @@ def keep_until(folder: Path, step: int) -> None:
                     break
                 kept += len(line)
             file.truncate(kept)
+    for problems in folder.glob("eval/step_*"):
+        if step == 0 or int(problems.name.removeprefix("step_")) > step:
+            shutil.rmtree(problems)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
