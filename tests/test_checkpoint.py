@@ -472,7 +472,7 @@ def assert_complete(run_dir: Path, step: int, ranks: int = 1) -> None:
     marker = read(folder.parent / "complete.json", Marker)
     assert marker.manifests == {"A": describe(folder / "training/manifest.json")}
     assert (marker.step, manifest.step, load_state(run_dir, step, "A").step) == (step, step, step)
-    assert marker.identity == identity()
+    assert marker.identity == identity().of(["A"])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -125,7 +125,7 @@ def test_run_leaves_everything_it_promises(pair: Path) -> None:
         assert samples[0].keys() >= {"prompt", "text", "reward", "source", "ratio", "advantage"}
         assert {row["source"] for row in samples} == {"A", "B"}
         assert list((pair / agent / "tensorboard").glob("events.*"))
-        assert (pair / "step_3" / "pool" / agent).is_file()
+        assert (pair / "step_000003" / "pool" / agent).is_file()
         assert (pair / "logs" / f"{agent}.rank0.log").is_file()
 
 
@@ -280,7 +280,7 @@ def test_updates_that_are_not_finite_stop_the_run_and_say_where_its_data_is(runs
         r"step (\d): 1 updates in a row had a loss or gradient norm that is not finite", done.stderr
     )
     assert found, done.stderr
-    pool = runs / "exploded" / f"step_{found[1]}" / "pool"
+    pool = runs / "exploded" / f"step_{int(found[1]):06}" / "pool"
     assert str(pool) in done.stderr
     assert (pool / "A").is_file()
 

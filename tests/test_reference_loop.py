@@ -152,7 +152,7 @@ def replay_run(config: RunConfig, agent: str) -> tuple[list, dict[str, torch.Ten
     steps = []
     for step in range(1, config.run.steps + 1):
         prompts = rule_task.batch(config.run.seed, step, config.batch.prompts, config.data.digits)
-        files = [config.path / f"step_{step}" / "pool" / name for name in config.names]
+        files = [config.path / f"step_{step:06}" / "pool" / name for name in config.names]
         pool = [msgspec.msgpack.decode(file.read_bytes()) for file in files]
         steps.append(([prompt.messages[0]["content"] for prompt in prompts], pool))
     return replay(settings.model, config.names.index(agent), numbers, steps)
