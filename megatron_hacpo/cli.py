@@ -71,9 +71,10 @@ def launch(
 
     from megatron_hacpo.config import ConfigError
     from megatron_hacpo.launch import local
+    from megatron_hacpo.launch.folder import Resume
     from megatron_hacpo.launch.supervise import Interrupted, WorkerFailed
 
-    wanted = local.Resume(from_step, allow or []) if resume or from_step is not None else None
+    wanted = Resume(from_step, allow or []) if resume or from_step is not None else None
     if wanted is not None and overwrite:
         raise ConfigError(["--overwrite: deletes what --resume would go on with; keep one of them"])
     if allow and wanted is None:

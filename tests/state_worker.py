@@ -26,10 +26,7 @@ from megatron_hacpo.megatron.torch_dist import Writing
 CASES = {
     "tp2 sp": ("dense-a", ()),
     "pp2 vpp2": ("dense-a", ()),
-    "dp2": ("dense-b", ()),
-    "dp2 ep2": ("experts", ()),
     "dp2 distributed optimizer": ("dense-b", ("dtype=bfloat16",)),
-    "tp2 pp2": ("dense-b", ("dtype=bfloat16",)),
     "tp2 ep2 dp2": ("experts", ()),
     "cp2 pp2 distributed optimizer": ("dense-a", ()),
 }

@@ -27,6 +27,8 @@ from megatron_hacpo.config import ConfigError, check, load
 from megatron_hacpo.launch.local import check_inputs, describe_stop
 from megatron_hacpo.process.heartbeat import Beat, read_beats
 
+pytestmark = pytest.mark.real
+
 SETTINGS = ("evaluation.prompts=0", "report.tensorboard=false", "checkpoint.every=1")
 THIRD = "agents.C={model: examples/tiny/C}"
 PATIENCE = 120.0

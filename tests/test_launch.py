@@ -13,9 +13,11 @@ import psutil
 import pytest
 from rich.console import Console
 
+from megatron_hacpo.checkpoint.identity import Identity
 from megatron_hacpo.config import ConfigError, RunConfig, load
 from megatron_hacpo.launch.cause import find_cause
-from megatron_hacpo.launch.local import describe_failure, lock_run, prepare_run_dir, serve_store, worker
+from megatron_hacpo.launch.folder import lock_run, prepare_run_dir
+from megatron_hacpo.launch.local import describe_failure, serve_store, worker
 from megatron_hacpo.launch.placement import Rank, placement
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
@@ -28,6 +30,8 @@ PAIR = ROOT / "examples" / "tiny" / "pair.yaml"
 WAIT = "import time; time.sleep(60)"
 DEAF = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); " + WAIT
 PARENT = "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {code!r}]).pid, flush=True); "
+
+IDENTITY = Identity(config={}, data="", agents={}, versions={})
 
 
 def python(name: str, code: str, folder: Path, **environment: str) -> Worker:
@@ -378,19 +382,19 @@ def run_in(folder: Path, *overrides: str) -> RunConfig:
 
 def test_the_run_folder_holds_the_resolved_configuration(tmp_path: Path) -> None:
     config = run_in(tmp_path / "runs")
-    prepare_run_dir(config, overwrite=False)
+    prepare_run_dir(config, IDENTITY, overwrite=False)
     assert load(config.path / "config.yaml") == config
 
 
 def test_an_earlier_run_is_kept_unless_overwritten(tmp_path: Path) -> None:
     config = run_in(tmp_path)
-    prepare_run_dir(config, overwrite=False)
+    prepare_run_dir(config, IDENTITY, overwrite=False)
     (config.path / "old").write_text("precious")
     with pytest.raises(ConfigError, match="holds a run; choose another name or --overwrite"):
-        prepare_run_dir(config, overwrite=False)
+        prepare_run_dir(config, IDENTITY, overwrite=False)
     assert (config.path / "old").exists()
-    prepare_run_dir(config, overwrite=True)
-    assert [path.name for path in config.path.iterdir()] == ["config.yaml"]
+    prepare_run_dir(config, IDENTITY, overwrite=True)
+    assert sorted(path.name for path in config.path.iterdir()) == ["config.yaml", "identity.json"]
 
 
 def test_overwrite_deletes_neither_strangers_nor_what_the_run_reads(tmp_path: Path) -> None:
@@ -398,20 +402,20 @@ def test_overwrite_deletes_neither_strangers_nor_what_the_run_reads(tmp_path: Pa
     config.path.mkdir()
     (config.path / "thesis.tex").write_text("precious")
     with pytest.raises(ConfigError, match="is there and is not a run"):
-        prepare_run_dir(config, overwrite=True)
+        prepare_run_dir(config, IDENTITY, overwrite=True)
     (config.path / "config.yaml").write_text("")
     config = run_in(tmp_path, f"agents.A.model={tmp_path / 'tiny-pair' / 'A' / 'hf'}")
     with pytest.raises(
         ConfigError, match=r"agents.A.model: .*: lies in the run that --overwrite would delete"
     ):
-        prepare_run_dir(config, overwrite=True)
+        prepare_run_dir(config, IDENTITY, overwrite=True)
     assert (config.path / "thesis.tex").exists()
 
 
 def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run.dir: .*: cannot make .*; choose another run.dir$"):
-        prepare_run_dir(run_in(tmp_path / "file"), overwrite=False)
+        prepare_run_dir(run_in(tmp_path / "file"), IDENTITY, overwrite=False)
 
 
 def test_a_failure_shows_the_end_of_the_log_or_the_users_mistake(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from megatron_hacpo.checkpoint.identity import Identity
 from megatron_hacpo.checkpoint.resume import find_resume_point
 from megatron_hacpo.config import load
 from megatron_hacpo.launch.local import check_inputs
+from megatron_hacpo.megatron.convert import megatron_to_hf
 
 SETTINGS = ("checkpoint.every=1", "evaluation.every=2", "evaluation.prompts=8", "report.tensorboard=false")
 
@@ -86,6 +87,7 @@ def test_goes_on_to_the_bit(folder: Path, whole: Path) -> None:
     assert [row["step"] for row in rows(run_dir / "A/metrics.jsonl")] == [1, 2, 3, 4]
 
 
+@pytest.mark.real
 def test_goes_on_from_an_earlier_step_and_replays(folder: Path, whole: Path) -> None:
     """The responses of the steps in between are on the disk; later checkpoints are put aside."""
     expected = results(whole)
@@ -103,6 +105,7 @@ def test_goes_on_from_an_earlier_step_and_replays(folder: Path, whole: Path) -> 
     assert_same(results(run_dir), expected)
 
 
+@pytest.mark.real
 def test_an_incomplete_checkpoint_is_as_good_as_none(folder: Path, whole: Path) -> None:
     """As a kill between two agents' saves leaves it."""
     expected = results(whole)
@@ -195,6 +198,17 @@ def test_a_step_that_is_not_there(whole: Path) -> None:
     )
 
 
+def test_an_agents_checkpoint_is_a_model(whole: Path, tmp_path: Path) -> None:
+    megatron_to_hf(whole / "step_000004/checkpoint/A", tmp_path / "hf")
+    got, expected = (load_file(path / "model.safetensors") for path in (tmp_path / "hf", whole / "A/hf"))
+    assert got.keys() == expected.keys()
+    for key, weight in expected.items():
+        assert torch.equal(got[key], weight), key
+    assert sorted(path.name for path in (tmp_path / "hf").iterdir()) == sorted(
+        path.name for path in (whole / "A/hf").iterdir()
+    )
+
+
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -232,6 +246,7 @@ def test_a_newer_versions_checkpoint_is_refused(whole: Path) -> None:
     shutil.rmtree(run_dir)
 
 
+@pytest.mark.real
 def test_agents_join_and_leave_when_allowed(folder: Path, whole: Path) -> None:
     copy_of(whole, "joined")
     third = [

@@ -1,6 +1,5 @@
 """`hacpo launch`: all agents of a run on this machine, from a checked configuration to the final table."""
 
-import fcntl
 import json
 import os
 import shutil
@@ -10,19 +9,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
 from megatron_hacpo.checkpoint.files import write_atomically
 from megatron_hacpo.checkpoint.identity import Identity, identify
-from megatron_hacpo.checkpoint.resume import find_resume_point, note_attempt, rewind
 from megatron_hacpo.checkpoint.steps import complete_steps
-from megatron_hacpo.config import ConfigError, RunConfig, dump
+from megatron_hacpo.config import ConfigError, RunConfig
 from megatron_hacpo.launch.cause import find_cause
+from megatron_hacpo.launch.folder import (
+    CONFIG,
+    Resume,
+    holds_a_run,
+    lock_run,
+    prepare_run_dir,
+    refuse_taken,
+    rewind_run,
+)
 from megatron_hacpo.launch.liveness import Liveness
 from megatron_hacpo.launch.placement import Rank, placement
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
@@ -34,7 +40,6 @@ from megatron_hacpo.report.files import METRICS, read_rows
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-CONFIG = "config.yaml"
 LAUNCH = "launch.json"
 """Who runs it: the launcher's process id, and where its store listens."""
 
@@ -43,15 +48,6 @@ USER_ERROR = 2
 
 LOG_LINES = 20
 """How much of a failed process's log is shown."""
-
-
-@dataclass(frozen=True)
-class Resume:
-    """That an earlier run is to go on. step: after which; None: its newest checkpoint. allow: as
-    `find_resume_point`."""
-
-    step: int | None
-    allow: Sequence[str]
 
 
 def launch(
@@ -77,11 +73,10 @@ def launch(
     store = serve_store(host)
     lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
     start = 0
-    if resume is not None and _holds_a_run(config):
+    if resume is not None and holds_a_run(config):
         start = rewind_run(config, identity, resume, console)
     else:
-        prepare_run_dir(config, overwrite=overwrite)
-        note_attempt(config.path, identity)
+        prepare_run_dir(config, identity, overwrite=overwrite)
     address = f"{host}:{store.port}"
     write_atomically(
         config.path / LAUNCH, json.dumps({"pid": os.getpid(), "store": address}).encode() + b"\n"
@@ -179,24 +174,6 @@ def _lose(
     return True
 
 
-def lock_run(config: RunConfig) -> TextIO:
-    """An open file whose lock says that a run of this name is going on; ConfigError if one is."""
-    try:
-        config.path.parent.mkdir(parents=True, exist_ok=True)
-        file = config.path.with_name(f".{config.run.name}.lock").open("w")
-    except OSError as error:
-        raise ConfigError(
-            [f"run.dir: {config.run.dir}: cannot write there ({error.strerror}); choose another"]
-        ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError(
-            [f"run.name: {config.run.name}: a run of this name is going on; choose another name"]
-        ) from None
-    return file
-
-
 def check_inputs(config: RunConfig, console: Console) -> Identity:
     """Load every tokenizer and render every prompt once, so that no process starts on what cannot work.
 
@@ -213,77 +190,6 @@ def check_inputs(config: RunConfig, console: Console) -> Identity:
     for remark in prompts.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     return identify(config, {n: t.fingerprint for n, t in tokenizers.items()}, source.fingerprint)
-
-
-def _holds_a_run(config: RunConfig) -> bool:
-    """ConfigError for a folder that holds something else."""
-    if (config.path / CONFIG).is_file():
-        return True
-    refuse_taken(config, overwrite=False)
-    return False
-
-
-def rewind_run(config: RunConfig, identity: Identity, resume: Resume, console: Console) -> int:
-    """Make the run's folder what it was at the step that the run goes on after; returns that step."""
-    point = find_resume_point(config.path, identity, step=resume.step, allow=resume.allow)
-    try:
-        done = rewind(config.path, point, config.names)
-        write_atomically(config.path / CONFIG, dump(config).encode())
-    except OSError as error:
-        raise ConfigError(
-            [f"run.dir: {config.run.dir}: cannot change {config.path} ({error.strerror}); correct its rights"]
-        ) from None
-    if point.step == 0:
-        done = ["there is no complete checkpoint: the run starts again", *done]
-    for remark in (*point.remarks, *done):
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    return point.step
-
-
-def refuse_taken(config: RunConfig, *, overwrite: bool) -> None:
-    """ConfigError if the run's folder holds what may not be deleted: no run, or one that is kept."""
-    folder, name = config.path, config.run.name
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
-    if not (folder / CONFIG).is_file():
-        raise ConfigError([f"run.name: {name}: {folder} is there and is not a run; choose another name"])
-    if not overwrite:
-        raise ConfigError([f"run.name: {name}: {folder} holds a run; choose another name or --overwrite"])
-    _refuse_to_delete_inputs(config)
-
-
-def prepare_run_dir(config: RunConfig, *, overwrite: bool) -> None:
-    """An empty run folder with the resolved configuration in it.
-
-    Raises ConfigError if the folder holds something already; with `overwrite` an earlier run is deleted, and
-    only what is not a run, or what this run reads from there, stays and is an error.
-    """
-    folder = config.path
-    try:
-        refuse_taken(config, overwrite=overwrite)
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / CONFIG).write_text(dump(config), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            [f"run.dir: {config.run.dir}: cannot make {folder} ({error.strerror}); choose another run.dir"]
-        ) from None
-
-
-def _refuse_to_delete_inputs(config: RunConfig) -> None:
-    inputs = {f"agents.{name}.model": agent.model for name, agent in config.agents.items()}
-    inputs |= {
-        f"agents.{name}.chat_template": agent.chat_template or "" for name, agent in config.agents.items()
-    }
-    inputs |= {"data.path": config.data.path or "", "evaluation.path": config.evaluation.path or ""}
-    benchmarks = config.evaluation.benchmarks.items()
-    inputs |= {f"evaluation.benchmarks.{name}.path": benchmark.path for name, benchmark in benchmarks}
-    for key, value in inputs.items():
-        if value and Path(value).resolve().is_relative_to(config.path.resolve()):
-            raise ConfigError(
-                [f"{key}: {value}: lies in the run that --overwrite would delete; change run.name"]
-            )
 
 
 def serve_store(host: str) -> "TCPStore":
