@@ -69,19 +69,7 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     world = runtime.start(store=world_store, rank=rank, layout=layout, seed=config.run.seed, timeout=timeout)
     tokenizers = load_tokenizers(config)
     prompts = Prompts(config, tokenizers)
-    policy = Policy(
-        Path(settings.model),
-        world=world,
-        dtype=getattr(torch, settings.dtype),
-        optimizer=settings.optimizer,
-        steps=config.run.steps,
-        temperature=settings.rollout.temperature,
-        microbatch_tokens=config.batch.microbatch_tokens,
-        keep_reference=config.algorithm.kl_coef > 0.0,
-        recompute=settings.recompute,
-        router_aux_loss_coef=settings.router_aux_loss_coef,
-        offload=settings.placement.offload,
-    )
+    policy = _open_policy(config, name, world)
     # What the user can have got wrong comes before the servers, which take minutes.
     source, benchmarks = prompts.source(), open_benchmarks(config, prompts)
     writer = identity = None
@@ -101,18 +89,6 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     pool = Pool(config.path, name, keep=keep, since_checkpoint=config.checkpoint.every > 0)
     on_phase = _on_phase(f"{name}.rank{rank}")
     rollout = _open_rollout(config, name, world, policy, tokenizers[name].stop_ids)
-    exchange = Exchange(
-        store=store,
-        agents=sources,
-        me=name,
-        save=pool.save_contribution,
-        load=pool.load_contribution,
-        timeout=timeout,
-        survives=config.checks.on_agent_loss == "continue",
-        loss_seconds=config.checks.silent_seconds + LOSS_MARGIN_SECONDS,
-        is_leader=world.is_leader,
-        broadcast=world.broadcast,
-    )
     agent = Agent(
         config=config,
         name=name,
@@ -125,7 +101,7 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
         benchmarks=benchmarks,
         verifiers=verifiers,
         policy=policy,
-        exchange=exchange,
+        exchange=_open_exchange(config, name, sources, store, world, pool, timeout),
         sampler=Sampler(config, name, world, tokenizers[name], verifiers, pool),
         saver=Saver(
             config.path,
@@ -151,13 +127,54 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
         yield agent
     finally:
         rollout.close()  # also after an error: servers would outlive this process for a while
-    exchange.close()
+    agent.exchange.close()
     agent.saver.finish()
     if verifiers is not None:
         verifiers.close()
     if writer is not None:
         writer.close()
     world.close()
+
+
+def _open_policy(config: RunConfig, name: str, world: runtime.World) -> Policy:
+    settings = config.agents[name]
+    return Policy(
+        Path(settings.model),
+        world=world,
+        dtype=getattr(torch, settings.dtype),
+        optimizer=settings.optimizer,
+        steps=config.run.steps,
+        temperature=settings.rollout.temperature,
+        microbatch_tokens=config.batch.microbatch_tokens,
+        keep_reference=config.algorithm.kl_coef > 0.0,
+        recompute=settings.recompute,
+        router_aux_loss_coef=settings.router_aux_loss_coef,
+        offload=settings.placement.offload,
+    )
+
+
+def _open_exchange(
+    config: RunConfig,
+    name: str,
+    sources: list[str],
+    store: dist.Store | None,
+    world: runtime.World,
+    pool: Pool,
+    timeout: timedelta,
+) -> Exchange:
+    """Waits for the other agents' leaders."""
+    return Exchange(
+        store=store,
+        agents=sources,
+        me=name,
+        save=pool.save_contribution,
+        load=pool.load_contribution,
+        timeout=timeout,
+        survives=config.checks.on_agent_loss == "continue",
+        loss_seconds=config.checks.silent_seconds + LOSS_MARGIN_SECONDS,
+        is_leader=world.is_leader,
+        broadcast=world.broadcast,
+    )
 
 
 def _warn(name: str, text: str) -> None:
