@@ -65,6 +65,12 @@ def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     writer.close()
     assert logged[0]["name"] == "run/A"
     assert logged[1:] == [{"reward/mean": 0.5, "step": 3}, "finished"]
+    MetricsWriter(tmp_path / "run" / "A", tensorboard=False, wandb=True, after=3).close()
+    MetricsWriter(tmp_path / "run" / "B", tensorboard=False, wandb=True).close()
+    first, second, other = (
+        settings["id"] for settings in logged if isinstance(settings, dict) and "id" in settings
+    )
+    assert first == second != other
 
 
 def test_wandb_that_is_not_installed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

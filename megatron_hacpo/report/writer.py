@@ -2,11 +2,15 @@
 
 import importlib
 import os
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_hacpo.report.files import EVALUATION, METRICS, SAMPLES, plain, write_row
+
+WANDB_ID = "wandb_id"
+"""File with the name by which W&B knows an agent's run."""
 
 
 class MetricsWriter:
@@ -28,7 +32,7 @@ class MetricsWriter:
         self._evaluations = (folder / EVALUATION).open("a", encoding="utf-8")
         self._samples = (folder / SAMPLES).open("a", encoding="utf-8")
         self._tensorboard = _open_tensorboard(folder, after) if tensorboard else None
-        self._wandb = _open_wandb(folder) if wandb else None
+        self._wandb = _open_wandb(folder, after) if wandb else None
 
     def step(self, row: Mapping[str, Any]) -> None:
         """A step's metrics: `step` and name -> number or None."""
@@ -81,7 +85,9 @@ def _open_tensorboard(folder: Path, after: int) -> Any:
     return SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1 if after else 0)
 
 
-def _open_wandb(folder: Path) -> Any:
+def _open_wandb(folder: Path, after: int) -> Any:
+    """The same run for all attempts. W&B keeps what an attempt before logged of later steps; the metric
+    `step` tells which is which."""
     try:
         wandb = importlib.import_module("wandb")
     except ModuleNotFoundError:
@@ -89,4 +95,13 @@ def _open_wandb(folder: Path) -> Any:
             "report.wandb: true: wandb is not installed; install megatron-hacpo[wandb] or write false"
         ) from None
     run = f"{folder.resolve().parent.name}/{folder.name}"
-    return wandb.init(project="megatron-hacpo", name=run, dir=str(folder))
+    known = folder / WANDB_ID
+    if after == 0 or not known.is_file():
+        known.write_text(secrets.token_hex(8), encoding="utf-8")
+    return wandb.init(
+        project="megatron-hacpo",
+        name=run,
+        dir=str(folder),
+        id=known.read_text(encoding="utf-8"),
+        resume="allow",
+    )
