@@ -150,7 +150,7 @@ def measure(folder: Path, world: runtime.World, repeats: int) -> None:
         copied.append(seconds(lambda: copy(folder / "first", folder / "copy")))
         saved.append(seconds(lambda: save(policy, folder / "saved")))
         hashed.append(seconds(lambda: [describe(file) for file in (folder / "saved").iterdir()]))
-        loaded.append(seconds(lambda: other.load_state(folder / "saved", step=1, updates=1)))
+        loaded.append(seconds(lambda: other.load_state(folder / "saved", updates=1)))
         shutil.rmtree(folder / "copy")
         shutil.rmtree(folder / "saved")
         waited.append(delays(policy, model, folder / "run", world, asynchronous=False)[-1])

@@ -117,16 +117,18 @@ class Agent:
         self, own: OwnRollouts, prompts: Sequence[Prompt], step: int
     ) -> list[Contribution]:
         """Everybody's responses to the step's prompts; a method that shares nothing gets its own back."""
-        contribution = Contribution(
-            generation=0,  # the exchange knows
-            step=step,
-            agent=self.name,
-            tokenizer=self.tokenizer.fingerprint,
-            prompts=hash_prompts([p.id for p in prompts]),
-            trajectories=own.trajectories(with_ids=self.config.exchange.ids == "auto"),
-            stop=self.asked_to_stop(),
-        )
-        pool = self.exchange.all_gather(contribution if self.world.is_leader else None)
+        contribution = None
+        if self.world.is_leader:
+            contribution = Contribution(
+                generation=0,  # the exchange knows
+                step=step,
+                agent=self.name,
+                tokenizer=self.tokenizer.fingerprint,
+                prompts=hash_prompts([p.id for p in prompts]),
+                trajectories=own.trajectories(with_ids=self.config.exchange.ids == "auto"),
+                stop=self.asked_to_stop(),
+            )
+        pool = self.exchange.all_gather(contribution)
         self.sources = [c.agent for c in pool]
         self.stopping = any(c.stop for c in pool)
         return pool
@@ -170,6 +172,8 @@ class Agent:
     def check_engine(self, own: OwnRollouts) -> Metrics:
         """Engine's log-probs against the trainer's; stops the run when they stay apart. On every rank."""
         gap = metrics.engine_gap(self.policy, own)
+        if self.config.debug.replay is not None:
+            return gap  # to the engine of another run
         mean, limit = gap[metrics.GAP_MEAN], self.settings.max_logprob_gap
         wide = mean is not None and not mean <= limit  # not: NaN is wide
         self.wide_gap_steps = self.wide_gap_steps + 1 if wide else 0
@@ -260,8 +264,7 @@ class Agent:
 
     def take_on(self, state: AgentState, folder: Path) -> None:
         """Go on as the agent that saved `state` and `folder`."""
-        self.policy.load_state(folder, step=state.step, updates=state.updates)
-        self.tracker.load_state_dict(state.capability)
+        self.policy.load_state(folder, updates=state.updates)
         self.window.hold_back(state.warned)
         self.nonfinite_updates = state.nonfinite_updates
         self.wide_gap_steps = state.wide_gap_steps
@@ -272,7 +275,6 @@ class Agent:
 
     def export(self) -> None:
         """Write the trained agent as a Hugging Face folder."""
-        self.on_phase(self.config.run.steps, "export")
         self.rollout.release()
         stream = self.policy.export()
         if self.world.is_leader:

@@ -20,7 +20,7 @@ from megatron_hacpo.checkpoint.identity import Identity, identify
 from megatron_hacpo.checkpoint.pool import Pool
 from megatron_hacpo.checkpoint.resume import find_resume_point, load_state, note_attempt, rewind
 from megatron_hacpo.checkpoint.saver import Saver
-from megatron_hacpo.checkpoint.state import RANDOM
+from megatron_hacpo.checkpoint.state import MANIFEST, RANDOM
 from megatron_hacpo.checkpoint.steps import checkpoint_folder
 from megatron_hacpo.config import RunConfig, dump
 from megatron_hacpo.evaluation.benchmark import open_benchmarks
@@ -53,6 +53,7 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     After an error nothing is waited for: the launcher ends the other processes.
     """
     disable_progress_bar()
+    on_phase = _on_phase(f"{name}.rank{_number('RANK', 0)}")
     torch.set_num_threads(_number("OMP_NUM_THREADS", 1))
     settings = config.agents[name]
     index = config.names.index(name)
@@ -74,7 +75,7 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     source, benchmarks = prompts.source(), open_benchmarks(config, prompts)
     writer = identity = None
     if world.is_leader:
-        identity = identify(config, {n: t.fingerprint for n, t in tokenizers.items()}, source.fingerprint)
+        identity = identify(config, {n: t.identity for n, t in tokenizers.items()}, source.fingerprint)
         if store is None:  # otherwise the launcher does it
             _prepare(config, identity, start)
         writer = MetricsWriter(
@@ -87,7 +88,6 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     verifiers = Verifiers(config) if world.is_leader else None
     keep = config.exchange.keep_steps
     pool = Pool(config.path, name, keep=keep, since_checkpoint=config.checkpoint.every > 0)
-    on_phase = _on_phase(f"{name}.rank{rank}")
     rollout = _open_rollout(config, name, world, policy, tokenizers[name].stop_ids)
     agent = Agent(
         config=config,
@@ -183,6 +183,11 @@ def _warn(name: str, text: str) -> None:
 
 def _prepare(config: RunConfig, identity: Identity, start: int) -> None:
     """The run's folder for a process that no launcher has started."""
+    if start and len(config.names) > 1:
+        raise ValueError(
+            f"--from-step: {start}: without a launcher one agent cannot take the others back; "
+            "use `hacpo launch --resume`"
+        )
     if start:
         rewind(config.path, find_resume_point(config.path, identity, step=start), config.names)
     config_file = config.path / "config.yaml"
@@ -194,8 +199,11 @@ def _prepare(config: RunConfig, identity: Identity, start: int) -> None:
 
 def _go_on(agent: Agent, start: int) -> None:
     """Give an agent what it had after step `start`; one that was not there then begins with its model."""
-    state = load_state(agent.config.path, start, agent.name)
-    if state is None:
+    agent.rollout.release()  # a colocated server's memory
+    agent.policy.start_after(start)
+    state, own = load_state(agent.config.path, start, agent.name)
+    agent.tracker.load_state_dict(state.capability)
+    if not own:
         _warn(agent.name, f"joins after step {start} with the weights of {agent.settings.model}")
         return
     folder = checkpoint_folder(agent.config.path, start) / agent.name
@@ -211,7 +219,8 @@ def _finished(
     assert writer is not None
     writer.sync()
     if store is None:
-        return config.names
+        folder = checkpoint_folder(config.path, step)
+        return config.names if all((folder / n / MANIFEST).is_file() for n in config.names) else None
     store.set(f"saved/{step}/{name}", "")
     agents = current(store, config.names)
     return agents if store.check([f"saved/{step}/{agent}" for agent in agents]) else None

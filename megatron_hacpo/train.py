@@ -15,6 +15,7 @@ def train(config: RunConfig, name: str, start: int = 0) -> None:
         agent.sync_weights(step=start)
         if start == 0:
             agent.evaluate(step=0)
+        step = start
         for step in range(start + 1, config.run.steps + 1):
             run_step(agent, step)
             if step == config.run.steps or (config.evaluation.every and step % config.evaluation.every == 0):
@@ -23,6 +24,7 @@ def train(config: RunConfig, name: str, start: int = 0) -> None:
             if agent.stopping:
                 break
         agent.settle_checkpoint(wait=True)
+        agent.on_phase(step, "export")
         agent.export()
 
 

@@ -87,7 +87,8 @@ def go_on(
     again: where to save what was loaded.
     """
     policy, config, name = policy_of(folder, layout, world, alone=alone)
-    policy.load_state(source, step=BEFORE, updates=4 * BEFORE)
+    policy.start_after(BEFORE)
+    policy.load_state(source, updates=4 * BEFORE)
     if again is not None:
         if world.is_leader:
             again.mkdir(parents=True)

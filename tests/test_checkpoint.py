@@ -67,7 +67,7 @@ def state(step: int, updates: int = 0) -> AgentState:
         agent="A",
         step=step,
         updates=updates,
-        capability={},
+        capability={"metric": "mean", "history": {"A": [0.5]}},
         warned=["B"],
         nonfinite_updates=0,
         wide_gap_steps=1,
@@ -385,11 +385,13 @@ def test_a_later_checkpoint_is_put_aside_each_time(run_dir: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_starts_again(run_dir: Path) -> None:
-    """With other settings than before, which nothing refuses then, without the responses."""
+    """With other settings than before only if they are allowed, and then without the responses."""
     note_attempt(run_dir, identity("rollout.temperature=0.5"))
     for step in complete_steps(run_dir):
         remove_checkpoint(run_dir, step)
-    point = find_resume_point(run_dir, identity())
+    with pytest.raises(ValueError, match=r"agents.A.rollout.temperature: was 0.5 and is 1.0; --allow"):
+        find_resume_point(run_dir, identity())
+    point = find_resume_point(run_dir, identity(), allow=["agents"])
     assert (point.step, point.replays) == (0, False)
     rewind(run_dir, point, "AB")
     assert steps(run_dir) == []
@@ -398,7 +400,7 @@ def test_a_run_without_a_checkpoint_starts_again(run_dir: Path) -> None:
     assert list((run_dir / "A/eval").iterdir()) == []
     contribute(Pool(run_dir, "A", keep=1, since_checkpoint=True), 1, 1)
     assert find_resume_point(run_dir, identity()).replays
-    assert not find_resume_point(run_dir, identity("rollout.temperature=0.5")).replays
+    assert not find_resume_point(run_dir, identity("rollout.temperature=0.5"), allow=["agents"]).replays
 
 
 def test_rows_of_agents_that_left_are_cut_too(run_dir: Path) -> None:
@@ -438,8 +440,8 @@ def test_rows_are_cut_between_lines(tmp_path: Path) -> None:
 def test_a_folder_of_an_agent_that_the_marker_lacks_is_nobodys(tmp_path: Path) -> None:
     put(tmp_path, 3, agents="A")
     (checkpoint_folder(tmp_path, 3) / "B").mkdir()
-    assert load_state(tmp_path, 3, "B") is None
-    assert load_state(tmp_path, 3, "A") == state(3)
+    assert load_state(tmp_path, 3, "B") == (state(3), False)
+    assert load_state(tmp_path, 3, "A") == (state(3), True)
 
 
 # Saving
@@ -471,7 +473,7 @@ def assert_complete(run_dir: Path, step: int, ranks: int = 1) -> None:
     assert find_damage(folder, manifest.files) is None
     marker = read(folder.parent / "complete.json", Marker)
     assert marker.manifests == {"A": describe(folder / "training/manifest.json")}
-    assert (marker.step, manifest.step, load_state(run_dir, step, "A").step) == (step, step, step)
+    assert (marker.step, manifest.step, load_state(run_dir, step, "A")[0].step) == (step, step, step)
     assert marker.identity == identity().of(["A"])
 
 
@@ -485,7 +487,8 @@ def test_a_checkpoint_is_complete(asynchronous: bool, policy: Policy, world: Wor
     assert warned == []
     assert steps(tmp_path) == [2]
     other = make_policy(CONFIG, "A", world)
-    other.load_state(checkpoint_folder(tmp_path, 2) / "A", step=2, updates=policy.updates)
+    other.start_after(2)
+    other.load_state(checkpoint_folder(tmp_path, 2) / "A", updates=policy.updates)
     for (name, mine), (_, theirs) in zip(other.export(), policy.export(), strict=True):
         assert torch.equal(mine, theirs), name
 
@@ -537,7 +540,7 @@ def test_a_model_made_of_a_checkpoint(policy: Policy, world: World, tmp_path: Pa
         write_atomically(model / name, b"{}")
     save(make_saver(tmp_path / "run", world, [], model=model), policy, 3)
     assert_complete(tmp_path / "run", 3)
-    assert load_state(tmp_path / "run", 3, "A") == state(3, policy.updates)
+    assert load_state(tmp_path / "run", 3, "A") == (state(3, policy.updates), True)
     assert (checkpoint_folder(tmp_path / "run", 3) / "A/notes.txt").is_file()
 
 
@@ -682,13 +685,13 @@ def test_no_code_is_run(policy: Policy, world: World, tmp_path: Path) -> None:
     folder = checkpoint_folder(tmp_path / "run", 1) / "A"
     torch.save(Evil(mark), folder / "common.pt")
     other = make_policy(CONFIG, "A", world)
-    other.load_state(folder, step=1, updates=policy.updates)
+    other.load_state(folder, updates=policy.updates)
     (folder / "common.pt").unlink()
-    other.load_state(folder, step=1, updates=policy.updates)
+    other.load_state(folder, updates=policy.updates)
     texts = [b"\x8c" + bytes([len(t)]) + t.encode() for t in ("os", "system", f"touch {mark}")]
     (folder / ".metadata").write_bytes(b"\x80\x04" + texts[0] + texts[1] + b"\x93" + texts[2] + b"\x85R.")
     with pytest.raises(ValueError, match=rf"^{folder}: .metadata holds more than data \(os.system\); do not"):
-        other.load_state(folder, step=1, updates=policy.updates)
+        other.load_state(folder, updates=policy.updates)
     assert not mark.exists()
 
 

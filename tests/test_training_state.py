@@ -33,7 +33,8 @@ def test_goes_on_to_the_bit(dtype: str, distributed: str, world: World, tmp_path
     window = tracker.state_dict()
     expected = run_steps(config, "A", one, 4, first=3, tracker=tracker)
     other = make_policy(config, "A", world)
-    other.load_state(tmp_path / "state", step=2, updates=one.updates - len(expected))
+    other.start_after(2)
+    other.load_state(tmp_path / "state", updates=one.updates - len(expected))
     tracker = CapabilityTracker()
     tracker.load_state_dict(window)
     got = run_steps(config, "A", other, 4, first=3, tracker=tracker)
@@ -49,7 +50,8 @@ def test_a_state_from_before_the_first_update_is_the_model(world: World, tmp_pat
     policy = make_policy(config, "A", world)
     with torch.no_grad():
         next(policy.parameters()).add_(1.0)
-    policy.load_state(folder, step=1, updates=0)
+    policy.start_after(1)
+    policy.load_state(folder, updates=0)
     fresh = make_policy(config, "A", world)
     fresh.advance_learning_rate()
     assert [r.grad_norm for r in run_steps(config, "A", policy, 2, first=2)] == [
@@ -67,7 +69,8 @@ def test_a_copy_is_of_the_moment(world: World, tmp_path: Path) -> None:
     writing = policy.state_writing(tmp_path / "state", copy=True)
     run_steps(config, "A", policy, 2, first=2)
     write(writing)
-    policy.load_state(tmp_path / "state", step=0, updates=4)
+    policy.start_after(0)
+    policy.load_state(tmp_path / "state", updates=4)
     for name, tensor in policy.export():
         assert torch.equal(tensor, then[name]), name
 
@@ -141,6 +144,7 @@ def check(got: dict[str, Any], expected: dict[str, Any]) -> None:
 def tensors(folder: Path, layout: str, world: World, state: Path) -> dict[Any, torch.Tensor]:
     """Everything in a state, by key and place, as one rank reads it."""
     policy, _, _ = policy_of(folder, layout, world, alone=True)
-    policy.load_state(state, step=BEFORE, updates=4 * BEFORE)
+    policy.start_after(BEFORE)
+    policy.load_state(state, updates=4 * BEFORE)
     shards = policy._state.shards(policy.updates)
     return {(shard.key, shard.global_offset): shard.data.clone() for shard in shards}

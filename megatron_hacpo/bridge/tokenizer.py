@@ -1,6 +1,7 @@
 """One agent's tokenizer: prompts to ids, its responses to text, other agents' texts to its ids."""
 
 import hashlib
+import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +90,12 @@ class AgentTokenizer:
                 description, stop_id=stop_id, control_ids=[*hf.all_special_ids, *stop_ids]
             ),
         )
+
+    @property
+    def identity(self) -> str:
+        """Equal for tokenizers with which an agent reads the same prompts and ends its responses alike."""
+        template = self.plain_template or self.chat_template or self._hf.chat_template
+        return _fingerprint(json.dumps([self.fingerprint, template, self.stop_ids, self.adds_bos]))
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a prompt, up to where the response starts.

@@ -31,8 +31,8 @@ _FREE = re.compile(
 
 
 class AgentIdentity(msgspec.Struct, frozen=True):
-    """model: of the folder that training started from, which is also the KL's reference. tokenizer: as in
-    `AgentTokenizer`."""
+    """model: of the folder that training started from, which is also the KL's reference. tokenizer: with its
+    templates and stop tokens, as `AgentTokenizer.identity`."""
 
     model: str
     tokenizer: str
@@ -65,7 +65,7 @@ class Difference:
 
 
 def identify(config: RunConfig, tokenizers: Mapping[str, str], data: str) -> Identity:
-    """tokenizers: fingerprints by agent. Reads a part of every model's weights."""
+    """tokenizers: identities by agent. Reads a part of every model's weights."""
     return Identity(
         config=config.model_dump(mode="json"),
         data=data,
@@ -105,7 +105,7 @@ def differences(saved: Identity, now: Identity) -> Iterator[Difference]:
             if was.model != is_.model:
                 yield Difference(f"agents.{name}.model", "has other weights than the run started from")
             if was.tokenizer != is_.tokenizer:
-                yield Difference(f"agents.{name}.tokenizer", "is another one")
+                yield Difference(f"agents.{name}.tokenizer", "has another vocabulary, template or stop token")
     if saved.data != now.data:
         yield Difference("data.path", "has other prompts than the run had")
     fixed = _fixed_rates(saved.config) and _fixed_rates(now.config)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from megatron_hacpo.checkpoint import pool
 from megatron_hacpo.checkpoint.files import find_damage, write_atomically
 from megatron_hacpo.checkpoint.identity import Difference, Identity, differences, not_allowed, version_changes
@@ -32,7 +34,7 @@ from megatron_hacpo.report.files import keep_until
 
 LOGS = "logs"
 ATTEMPT = "identity.json"
-"""Of the attempt that runs or ran last."""
+"""Of the attempt that runs or ran last; none after the loss of an agent."""
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,22 @@ def find_resume_point(
     complete = complete_steps(run_dir)
     if step is None:
         step = complete[-1] if complete else 0
-    if step == 0:
-        return ResumePoint(0, [], [], now, _replays(run_dir, now))
-    if step not in complete:
+    if step and step not in complete:
         there = f"there are steps {', '.join(map(str, complete))}" if complete else "there is none"
         raise ValueError(f"--from-step: {step}: {run_dir} has no complete checkpoint of it; {there}")
-    marker = _undamaged(run_dir, step, complete, hashes=hashes)
-    found = list(differences(marker.identity, now))
+    before = _undamaged(run_dir, step, complete, hashes=hashes).identity if step else _last_attempt(run_dir)
+    found = list(differences(before, now)) if before else []
     refused = not_allowed(found, allow)
     if refused:
         lines = [f"{d.key}: {d.text}; --allow {d.key} if that is meant" for d in refused]
         raise ValueError("\n".join(lines))
-    remarks = [f"{d.key} {d.text}" for d in found] + version_changes(marker.identity, now)
-    return ResumePoint(step, found, remarks, now, _replays(run_dir, now))
+    remarks = [f"{d.key} {d.text}" for d in found] + (version_changes(before, now) if before else [])
+    if not step:
+        why = "as asked" if complete else "as there is no complete checkpoint"
+        remarks.append(f"the run starts from the beginning, {why}")
+    last = _last_attempt(run_dir)
+    replays = last is not None and not any(differences(last, now))
+    return ResumePoint(step, found, remarks, now, replays)
 
 
 def note_attempt(run_dir: Path, identity: Identity) -> None:
@@ -80,11 +85,10 @@ def note_attempt(run_dir: Path, identity: Identity) -> None:
     write_atomically(run_dir / ATTEMPT, encode(Attempt(identity=identity)))
 
 
-def _replays(run_dir: Path, now: Identity) -> bool:
-    """Whether the responses in the run's folder are of this identity. They are the last attempt's: one that
-    differs deletes what it finds."""
+def _last_attempt(run_dir: Path) -> Identity | None:
+    """Whose responses are in the run's folder: an attempt that differs deletes what it finds."""
     path = run_dir / ATTEMPT
-    return path.is_file() and not any(differences(read(path, Attempt).identity, now))
+    return read(path, Attempt).identity if path.is_file() else None
 
 
 def _undamaged(run_dir: Path, step: int, complete: Sequence[int], *, hashes: bool) -> Marker:
@@ -149,12 +153,17 @@ def rewind(run_dir: Path, point: ResumePoint, agents: Iterable[str]) -> list[str
     return done
 
 
-def load_state(run_dir: Path, step: int, agent: str) -> AgentState | None:
-    """An agent's counters after `step`; None if it was not there then. One that was lost while it saved has
-    left a folder, which nobody vouches for."""
+def load_state(run_dir: Path, step: int, agent: str) -> tuple[AgentState, bool]:
+    """An agent's counters after `step`, and whether they are its own: one that was not there then takes the
+    others' view of how capable everybody is. One that was lost while it saved has left a folder, which nobody
+    vouches for; nobody keeps a window of an agent that was not there."""
     folder = checkpoint_folder(run_dir, step)
-    there = agent in read(folder / MARKER, Marker).manifests
-    return read(folder / agent / STATE, AgentState) if there else None
+    there = list(read(folder / MARKER, Marker).manifests)
+    source = agent if agent in there else there[0]
+    state = read(folder / source / STATE, AgentState)
+    history = {name: values for name, values in state.capability["history"].items() if name in there}
+    known = msgspec.structs.replace(state, capability={**state.capability, "history": history})
+    return known, source == agent
 
 
 def _free_name(path: Path) -> Path:

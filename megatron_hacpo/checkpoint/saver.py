@@ -47,9 +47,9 @@ class _Pending:
 class Saver:
     """One agent's part in the run's checkpoints; every method is a collective of its world.
 
-    What is `begun` is written by a thread while training goes on (`checkpoint.asynchronous`), and `settle`
-    completes it once all ranks have written. A failure is told and leaves the earlier checkpoint as it is;
-    `checkpoint.on_error` says whether the run ends.
+    What `begin` was given is written by a thread while training goes on (`checkpoint.asynchronous`);
+    `settle` completes it once all ranks have written. A failure is told and leaves the earlier checkpoint as
+    it is; `checkpoint.on_error` says whether the run ends.
     """
 
     def __init__(

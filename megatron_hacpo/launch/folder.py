@@ -54,6 +54,7 @@ def holds_a_run(config: RunConfig) -> bool:
 
 def rewind_run(config: RunConfig, identity: Identity, resume: Resume, console: Console) -> int:
     """Make the run's folder what it was at the step that the run goes on after; returns that step."""
+    console.print(f"looking at the checkpoints in {config.path}", highlight=False, soft_wrap=True)
     point = find_resume_point(config.path, identity, step=resume.step, allow=resume.allow)
     try:
         done = rewind(config.path, point, config.names)
@@ -62,8 +63,6 @@ def rewind_run(config: RunConfig, identity: Identity, resume: Resume, console: C
         raise ConfigError(
             [f"run.dir: {config.run.dir}: cannot change {config.path} ({error.strerror}); correct its rights"]
         ) from None
-    if point.step == 0:
-        done = ["there is no complete checkpoint: the run starts again", *done]
     for remark in (*point.remarks, *done):
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
     return point.step

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from megatron_hacpo.checkpoint.files import write_atomically
 from megatron_hacpo.checkpoint.identity import Identity, identify
+from megatron_hacpo.checkpoint.resume import ATTEMPT
 from megatron_hacpo.checkpoint.steps import complete_steps
 from megatron_hacpo.config import ConfigError, RunConfig
 from megatron_hacpo.launch.cause import find_cause
@@ -69,11 +70,18 @@ def launch(
     started = time.monotonic()
     if resume is None:
         refuse_taken(config, overwrite=overwrite)
+    elif not holds_a_run(config):
+        if resume.step is not None:
+            raise ConfigError(
+                [f"--from-step: {resume.step}: {config.path} holds no run; correct run.name or run.dir"]
+            )
+        console.print(f"{config.path} holds no run: it starts from the beginning", highlight=False)
+        resume = None
     identity = check_inputs(config, console)
     store = serve_store(host)
     lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
     start = 0
-    if resume is not None and holds_a_run(config):
+    if resume is not None:
         start = rewind_run(config, identity, resume, console)
     else:
         prepare_run_dir(config, identity, overwrite=overwrite)
@@ -162,11 +170,12 @@ def _lose(
     """Whether the run survives the loss of an agent; then the others learn of it."""
     from megatron_hacpo.bridge.members import announce, current
 
-    if config.checks.on_agent_loss == "stop":
+    if config.checks.on_agent_loss == "stop" or failure.code == USER_ERROR:
         return False
     before = current(store, config.names)
     generation = len(config.names) - len(before) + 1
     left = [name for name in before if name != agent]
+    (config.path / ATTEMPT).unlink(missing_ok=True)  # nobody could tell which responses had how many agents
     announce(store, generation, left)
     view.lose(agent)
     for line in describe_failure(failure, f"agent {agent} is lost and {', '.join(left)} go on"):
@@ -189,7 +198,7 @@ def check_inputs(config: RunConfig, console: Console) -> Identity:
     open_benchmarks(config, prompts)
     for remark in prompts.remarks:
         console.print(remark, highlight=False, markup=False, soft_wrap=True)
-    return identify(config, {n: t.fingerprint for n, t in tokenizers.items()}, source.fingerprint)
+    return identify(config, {n: t.identity for n, t in tokenizers.items()}, source.fingerprint)
 
 
 def serve_store(host: str) -> "TCPStore":

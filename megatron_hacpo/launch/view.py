@@ -42,7 +42,7 @@ class AgentView:
         """Read on; returns new evaluations."""
         for row in self._metrics.new_rows():
             self._recent.append(row)
-            self.steps += 1
+            self.steps = row["step"]
         evaluations = list(self._evaluations.new_rows())
         if evaluations:
             self.evaluation = evaluations[-1]

@@ -15,6 +15,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+PREFIX = "optimizer.state."
+
 KEY = {"param": "fp32_param"}
 """Names of kinds of states as other optimizers have them; the others' are the same."""
 
@@ -42,7 +44,7 @@ def describe(
                     whole[place] = own[kind].float()
                 dist.all_reduce(whole, group=optimizer.data_parallel_group)
                 data = whole.view(weight.shape).cpu()
-            key = f"optimizer.state.{KEY.get(kind, kind)}.{entry.key}"
+            key = f"{PREFIX}{KEY.get(kind, kind)}.{entry.key}"
             dtype = {} if isinstance(entry, ShardedTensorFactory) else {"dtype": data.dtype}
             found[number][kind] = replace(entry, key=key, data=data, **dtype)
     return found
@@ -53,8 +55,11 @@ def put(optimizer: DistributedOptimizer, described: dict[int, dict[str, Any]]) -
     for number, (weight, place) in enumerate(_places(optimizer)):
         if place is not None:
             states = optimizer._get_main_param_and_optimizer_states(weight)
-            states |= {kind: entry.data.flatten()[place] for kind, entry in described[number].items()}
+            # Copies, as an offloading optimizer keeps what it gets and so would keep all that is around it.
+            states |= {k: entry.data.flatten()[place].clone() for k, entry in described[number].items()}
             optimizer._set_main_param_and_optimizer_states(weight, states)
+    if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
+        optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def _places(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, slice | None]]:

@@ -303,11 +303,14 @@ class Policy:
         """What writes weights and optimizer states into `folder`; see `TrainingState.writing`."""
         return self._state.writing(folder, self.updates, copy=copy)
 
-    def load_state(self, folder: Path, *, step: int, updates: int) -> None:
-        """Go on as the policy that wrote `folder` after RL step `step` and `updates` optimizer steps."""
+    def start_after(self, step: int) -> None:
+        """Put the learning-rate schedule of a new policy where it is after RL step `step`."""
+        self._schedule.step(increment=step)
+
+    def load_state(self, folder: Path, *, updates: int) -> None:
+        """Go on as the policy that wrote `folder` after `updates` optimizer steps."""
         self._state.load(folder, updates)
         self.updates = updates
-        self._schedule.step(increment=step)
 
     def stage_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """(Hugging Face name, full tensor) of this pipeline stage; every rank of it must exhaust it."""

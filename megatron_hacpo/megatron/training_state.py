@@ -57,6 +57,7 @@ class TrainingState:
         # In float32 the optimizer's main weights are the model's.
         halves = next(modules[0].parameters()).dtype is not torch.float32
         self._kinds = ("exp_avg", "exp_avg_sq", *(["param"] if halves else []))
+        self._divided = all(isinstance(o, DistributedOptimizer) for o in self._optimizers)
         self._snapshots = Snapshots()
 
     @torch.no_grad()
@@ -74,7 +75,12 @@ class TrainingState:
         mine = [shard for shard in shards if is_main_replica(shard.replica_id)]
         values = [shard.data.detach() for shard in mine]
         if copy:
-            values = self._snapshots.take(values)
+            # Divided states were described by copies.
+            own = divided_states.PREFIX if self._divided else "no key"
+            live = [number for number, shard in enumerate(mine) if not shard.key.startswith(own)]
+            taken = self._snapshots.take([values[number] for number in live])
+            for number, value in zip(live, taken, strict=True):
+                values[number] = value
         return Writing(mine, values.__getitem__, folder, self._world.host_group)
 
     def shards(self, updates: int) -> list[ShardedTensor]:

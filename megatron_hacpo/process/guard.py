@@ -24,4 +24,5 @@ def die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(sys.argv[1]))
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # for launchers: it may come to all processes of a job
     os.execvp(sys.argv[2], sys.argv[2:])

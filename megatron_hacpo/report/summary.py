@@ -17,7 +17,7 @@ def summarise(run_dir: Path, wall_seconds: float | None = None) -> dict[str, Any
     """The summary of the run in `run_dir`, complete or not; null for what was not measured.
 
     steps: of the agent that came least far. seconds: of all steps of the slowest agent, without start-up and
-    evaluations. wall_seconds: of the whole run, from the argument or else from an earlier summary.
+    evaluations. wall_seconds: of the last attempt, from the argument or else from an earlier summary.
     agents: per agent its model, accuracies at `start` and `end` of held-out prompts and benchmarks (and the
     step of `end`), first and last reward.
     """
@@ -27,7 +27,7 @@ def summarise(run_dir: Path, wall_seconds: float | None = None) -> dict[str, Any
         "run": config.run.name,
         "method": config.algorithm.name,
         "seed": config.run.seed,
-        "steps": min(len(steps) for steps in rows.values()),
+        "steps": min(steps[-1]["step"] if steps else 0 for steps in rows.values()),
         "seconds": max(sum(row.get("time/step") or 0.0 for row in steps) for steps in rows.values()),
         "wall_seconds": _earlier_wall_seconds(run_dir) if wall_seconds is None else wall_seconds,
         "agents": {
