@@ -1,6 +1,7 @@
 """Prompts, stop tokens, decoding and encoding for every family of tokenizer."""
 
 import json
+import shutil
 import unicodedata
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,6 +17,8 @@ from transformers import ByT5Tokenizer
 
 from megatron_hacpo.bridge.text import UnrepresentableTextError
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
+
+TINY = Path(__file__).parents[1] / "examples/tiny/A"
 
 MESSAGES = [{"role": "user", "content": "What is {1} + <2>?"}]
 PLAIN = "Question: {prompt}\nAnswer:"
@@ -380,3 +383,17 @@ def test_fingerprint_follows_every_part_that_does(
 
 def test_qwen_and_llama_are_different(agents: dict[str, AgentTokenizer]) -> None:
     assert len({tokenizer.fingerprint for tokenizer in agents.values()}) == len(agents)
+
+
+def test_identity_is_of_all_that_an_agent_reads_and_writes(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(TINY, tmp_path / "A"))
+    first = AgentTokenizer.load(folder)
+    assert AgentTokenizer.load(TINY).identity == first.identity
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text() + " ")
+    assert AgentTokenizer.load(folder).identity != first.identity
+    assert AgentTokenizer.load(folder).fingerprint == first.fingerprint
+    shutil.copy2(TINY / template.name, template)
+    generation = folder / "generation_config.json"
+    generation.write_text(json.dumps(json.loads(generation.read_text()) | {"eos_token_id": [1, 2, 3]}))
+    assert AgentTokenizer.load(folder).identity != first.identity

@@ -1,7 +1,6 @@
 """One agent's tokenizer: prompts to ids, its responses to text, other agents' texts to its ids."""
 
 import hashlib
-import json
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -95,7 +94,8 @@ class AgentTokenizer:
     def identity(self) -> str:
         """Equal for tokenizers with which an agent reads the same prompts and ends its responses alike."""
         template = self.plain_template or self.chat_template or self._hf.chat_template
-        return _fingerprint(json.dumps([self.fingerprint, template, self.stop_ids, self.adds_bos]))
+        meaning = [self.fingerprint, template, self.stop_ids, self.adds_bos]
+        return hashlib.sha256(msgspec.json.encode(meaning)).hexdigest()
 
     def render_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Token ids of a prompt, up to where the response starts.
