@@ -12,7 +12,7 @@ help:
 	@echo "make demo   two tiny agents teach each other (about 5 minutes); results in runs/tiny-pair/"
 	@echo "make claim  HACPO against its baselines over five seeds (about an hour); results in runs/claim/"
 	@echo "make test   linters, type checker and all tests that need neither root nor a second environment (about 10 minutes)"
-	@echo "make test-real  the tests that install SGLang and another megatron-core first (about 15 minutes)"
+	@echo "make test-real  whole runs that are killed and go on, and the tests that install SGLang and another megatron-core first (about 20 minutes)"
 	@echo "make sglang-cpu  SGLang for CPUs in an environment of its own, .venv-sglang/"
 	@echo "make lint   linters and type checker alone"
 	@echo "make clean  remove the environment and the demo's run"

@@ -174,7 +174,8 @@ def test_other_weights_are_another_run(whole: Path) -> None:
     assert str(caught.value).splitlines() == [
         "agents.A.model: has other weights than the run started from; "
         "--allow agents.A.model if that is meant",
-        "agents.A.tokenizer: is another one; --allow agents.A.tokenizer if that is meant",
+        "agents.A.tokenizer: has another vocabulary, template or stop token; "
+        "--allow agents.A.tokenizer if that is meant",
     ]
 
 
