@@ -30,15 +30,14 @@ from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.megatron.random_state import set_random_states
 from megatron_hacpo.process.heartbeat import STOP_KEY, Heartbeat
+from megatron_hacpo.process.network import use_interface_towards
+from megatron_hacpo.process.store import STORE_VARIABLE, connect, store_address
 from megatron_hacpo.report.writer import MetricsWriter
 from megatron_hacpo.rollout.base import Rollout
 from megatron_hacpo.rollout.embedded import EmbeddedRollout
 from megatron_hacpo.rollout.local import LocalEngine
 from megatron_hacpo.rollout.sglang.setup import open_rollout
 from megatron_hacpo.sampler import Sampler
-
-STORE_VARIABLE = "HACPO_STORE"
-"""host:port of the run's store, where agents meet."""
 
 LOSS_MARGIN_SECONDS = 30.0
 """Beyond `checks.silent_seconds`, until the launcher must have told who is left."""
@@ -59,7 +58,10 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
     index = config.names.index(name)
     sources = config.names if config.algorithm.share else [name]
     timeout = timedelta(minutes=config.exchange.timeout_minutes)
-    store = _launcher_store(timeout)
+    store = None
+    if (address := store_address()) is not None:
+        use_interface_towards(address[0])
+        store = connect(address, timeout)
     if store is None and len(sources) > 1:
         raise ValueError(
             f"{STORE_VARIABLE}: not set, but {name} exchanges with {len(sources) - 1} other agents; "
@@ -232,10 +234,8 @@ def _asked_to_stop(store: dist.Store | None) -> bool:
 
 def _on_phase(name: str) -> Callable[[int, str], None]:
     """Tells the launcher, if there is one, the step and the phase that begins; from now on it hears us."""
-    address = os.environ.get(STORE_VARIABLE)
-    if address is None:
-        return lambda step, phase: None
-    return Heartbeat(_host_and_port(address), name).phase
+    address = store_address()
+    return (lambda step, phase: None) if address is None else Heartbeat(address, name).phase
 
 
 def _open_rollout(
@@ -254,7 +254,7 @@ def _open_rollout(
             stop_ids=stop_ids,
             context=config.longest(name),
             run_dir=config.path,
-            seed=config.run.seed + 1000 * config.names.index(name),
+            seed=config.server_seed(name),
             trainer=policy,
             warn=partial(_warn, name),
         )
@@ -263,23 +263,6 @@ def _open_rollout(
         dtype = getattr(torch, settings.dtype)
         engine = LocalEngine(settings.model, dtype=dtype, device=world.device, stop_ids=stop_ids)
     return EmbeddedRollout(engine, policy.export)
-
-
-def _launcher_store(timeout: timedelta) -> dist.Store | None:
-    address = os.environ.get(STORE_VARIABLE)
-    if address is None:
-        return None
-    host, port = _host_and_port(address)
-    return dist.TCPStore(host, port, is_master=False, timeout=timeout)
-
-
-def _host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ValueError(
-            f"{STORE_VARIABLE}: {address!r} is not HOST:PORT; set it to where the run's store listens"
-        )
-    return host, int(port)
 
 
 def _world_store(store: dist.Store | None, name: str, world_size: int) -> tuple[dist.Store, int]:

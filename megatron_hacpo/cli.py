@@ -13,6 +13,7 @@ from megatron_hacpo.convert import to_hf, to_megatron
 
 if TYPE_CHECKING:
     from megatron_hacpo.config import RunConfig
+    from megatron_hacpo.launch.folder import Resume
 
 EPILOG = """
 [dim]To begin:[/dim]  hacpo launch examples/tiny/pair.yaml
@@ -64,14 +65,17 @@ def launch(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="Address on which the processes meet.")] = "127.0.0.1",
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="On all nodes of the Slurm job whose batch script this is.")
+    ] = False,
 ) -> None:
-    """Run all agents on this machine, watch them, and stop all when one fails."""
-    run = _checked(config, settings)
+    """Run all agents, here or on the nodes of a Slurm job, watch them, and stop all when one fails."""
     from rich.console import Console
 
     from megatron_hacpo.config import ConfigError
-    from megatron_hacpo.launch import local
+    from megatron_hacpo.launch import run as launcher
     from megatron_hacpo.launch.folder import Resume
+    from megatron_hacpo.launch.local import ThisMachine
     from megatron_hacpo.launch.supervise import Interrupted, WorkerFailed
 
     wanted = Resume(from_step, allow or []) if resume or from_step is not None else None
@@ -80,13 +84,99 @@ def launch(
     if allow and wanted is None:
         raise ConfigError([f"--allow: {allow[0]}: there is nothing to allow without --resume; add it"])
     try:
-        local.launch(run, Console(), overwrite=overwrite, resume=wanted, host=host)
+        if slurm:
+            _launch_in_job(config, settings or [], overwrite, wanted)
+        else:
+            run = _checked(config, settings)
+            launcher.launch(run, Console(), ThisMachine(host), overwrite=overwrite, resume=wanted)
     except WorkerFailed as failure:
-        print("\n".join(local.describe_failure(failure)), file=sys.stderr)
-        raise typer.Exit(local.USER_ERROR if failure.code == local.USER_ERROR else 1) from None
+        print("\n".join(launcher.describe_failure(failure)), file=sys.stderr)
+        raise typer.Exit(launcher.USER_ERROR if failure.code == launcher.USER_ERROR else 1) from None
     except Interrupted as stop:
         print(f"error: {stop}; all processes have ended", file=sys.stderr)
         raise typer.Exit(128 + stop.signum) from None
+
+
+@app.command()
+def submit(
+    config: Config,
+    settings: Settings = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--sbatch", metavar="OPTION", help="An option of sbatch's; may be repeated."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="As of [bold]launch[/bold].")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="As of [bold]launch[/bold].")] = False,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Of a node; by default what sinfo says.")
+    ] = None,
+    script: Annotated[Path, typer.Option(metavar="FILE", help="The job's script.")] = Path(
+        "slurm/hacpo_multinode.sh"
+    ),
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be submitted.")] = False,
+) -> None:
+    """Ask Slurm for as many nodes and GPUs as the run needs."""
+    from rich.console import Console
+
+    from megatron_hacpo.config import ConfigError
+    from megatron_hacpo.launch import submit as slurm
+    from megatron_hacpo.launch.view import placement_table
+
+    run = _checked(config, settings, servers_here=False)
+    if not script.is_file():
+        raise ConfigError([f"--script: {script}: no such file; start this in the folder of the repository"])
+    kind = slurm.NodeKind(gpus_per_node, 0) if gpus_per_node else slurm.usual_nodes(options or [])
+    request = slurm.request(run, kind)
+    flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
+    command = request.command(script, [str(config), *_set(settings or []), *flags], options or [])
+    console = Console()
+    console.print(placement_table(run, request.placements))
+    console.print(slurm.shown(command), highlight=False, markup=False, soft_wrap=True)
+    if not dry_run:
+        raise typer.Exit(slurm.submit(command, script))
+
+
+@app.command()
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG]", help="The run's YAML file.", show_default=False)
+    ] = None,
+    settings: Settings = None,
+) -> None:
+    """Say what is installed here, and whether a run fits: devices, memory, time, disk, files."""
+    from rich.console import Console
+
+    from megatron_hacpo.doctor.examine import examine
+
+    run = None if config is None else _checked(config, settings)
+    if not examine(run, Console(), file=config):
+        raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def probe(
+    config: Config,
+    nodes: Annotated[str, typer.Option(metavar="NAME,NAME", help="All nodes of the job.")],
+    token: Annotated[Path, typer.Option(metavar="FILE", help="What every node should see.")],
+) -> None:
+    """Look at one node of a Slurm job; [bold]launch --slurm[/bold] starts this on each."""
+    from megatron_hacpo.doctor.job import probe as look_around
+
+    look_around(config, token, nodes.split(","), os.environ["SLURMD_NODENAME"])
+
+
+@app.command(hidden=True)
+def serve(
+    config: Config,
+    agent: Annotated[str, typer.Option(metavar="NAME", help="The agent that the server is of.")],
+    server: Annotated[int, typer.Option(metavar="N", help="Which one of its servers.")],
+) -> None:
+    """Run a rollout server on this node; [bold]launch --slurm[/bold] starts this."""
+    run = _checked(config, None)
+    _check_agent(run, agent)
+    from megatron_hacpo.rollout.sglang.remote import serve as serve_agent
+
+    serve_agent(run, agent, server)
 
 
 @app.command()
@@ -165,19 +255,53 @@ def report(
     draw_curves(run_dir)
 
 
-def _checked(config: Path, settings: list[str] | None) -> "RunConfig":
+def _launch_in_job(config: Path, settings: list[str], overwrite: bool, resume: "Resume | None") -> None:
+    """`launch` on the nodes of the Slurm job that this process is the batch script of."""
+    from rich.console import Console
+
+    from megatron_hacpo.config import ConfigError
+    from megatron_hacpo.doctor.job import examine_nodes
+    from megatron_hacpo.launch import run as launcher
+    from megatron_hacpo.launch.folder import Resume
+    from megatron_hacpo.launch.slurm import SlurmJob, current_job, in_container, place_in, requeue
+    from megatron_hacpo.launch.view import placement_table
+
+    job = current_job()
+    if not config.is_file():
+        raise ConfigError(
+            [f"config: {config}: {job.nodes[0].name} does not see it; all nodes must, put it where they do"]
+        )
+    console = Console()
+    run = _checked(config, settings, servers_here=not in_container())
+    if job.requeued:
+        overwrite, resume = False, resume or Resume(None, [])
+        console.print(f"requeued ({job.restarts}): the run goes on", highlight=False)
+    console.print(placement_table(run, place_in(job, run, [str(config), *_set(settings)])))
+    machines = SlurmJob(job)
+    if False and not examine_nodes(run, config, machines, console):  # TODO
+        raise typer.Exit(launcher.USER_ERROR)
+    if not launcher.launch(run, console, machines, overwrite=overwrite, resume=resume):
+        requeue(job)
+
+
+def _set(settings: list[str]) -> list[str]:
+    """As options of a command line."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def _checked(config: Path, settings: list[str] | None, *, servers_here: bool = True) -> "RunConfig":
     """The configuration, looked over; warnings go to stderr."""
     from megatron_hacpo.config import load
 
     run = load(config, settings or [])
-    _warn(run, training=True)
+    _warn(run, training=True, servers_here=servers_here)
     return run
 
 
-def _warn(run: "RunConfig", *, training: bool) -> None:
+def _warn(run: "RunConfig", *, training: bool, servers_here: bool = True) -> None:
     from megatron_hacpo.config import check
 
-    for warning in check(run, training=training):
+    for warning in check(run, training=training, servers_here=servers_here):
         print(f"warning: {warning}", file=sys.stderr)
 
 

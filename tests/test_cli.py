@@ -13,7 +13,7 @@ import pytest
 
 from megatron_hacpo import cli
 from megatron_hacpo.config import RunConfig, dump, load
-from megatron_hacpo.launch.supervise import Interrupted, Worker, WorkerFailed
+from megatron_hacpo.launch.supervise import Interrupted, Process, WorkerFailed
 from megatron_hacpo.report import MetricsWriter
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +124,8 @@ def test_help_is_quick_and_light() -> None:
 def test_launch_gives_the_checked_run_on(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     seen: list[tuple[RunConfig, dict[str, Any]]] = []
     monkeypatch.setattr(
-        "megatron_hacpo.launch.local.launch", lambda run, console, **options: seen.append((run, options))
+        "megatron_hacpo.launch.run.launch",
+        lambda run, console, machines, **options: seen.append((run, {"host": machines.host, **options})),
     )
     code = hacpo(
         monkeypatch, "launch", PAIR, "--overwrite", "--set", "algorithm.name=grpo", "--set", "run.steps=5"
@@ -167,9 +168,9 @@ def test_how_a_run_ended_is_the_exit_code(
     (tmp_path / "log").write_text("error: key: value: wrong; fix\n")
 
     def fail(*arguments: Any, **options: Any) -> None:
-        raise error(Worker("A.rank0", [], {}, tmp_path / "log"))
+        raise error(Process("A.rank0", tmp_path / "log"))
 
-    monkeypatch.setattr("megatron_hacpo.launch.local.launch", fail)
+    monkeypatch.setattr("megatron_hacpo.launch.run.launch", fail)
     assert hacpo(monkeypatch, "launch", PAIR) == code
     assert capsys.readouterr().err.startswith(expected)
 

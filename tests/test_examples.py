@@ -9,7 +9,7 @@ import pytest
 from megatron_hacpo.algorithm.minibatch import check_window
 from megatron_hacpo.config import AgentConfig, ConfigError, RunConfig, check, load
 from megatron_hacpo.hf.families import divided_sizes
-from megatron_hacpo.launch.placement import placement
+from megatron_hacpo.launch.placement import Node, place
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -162,14 +162,13 @@ def test_the_others_have_the_numbers_of_two_families(file: Path) -> None:
 
 @pytest.mark.parametrize("file", ONE_NODE, ids=name_of)
 def test_one_node_is_exactly_used(file: Path) -> None:
-    config = load(file)
-    ranks = placement(config)
-    assert sorted(rank.local_rank for rank in ranks) == list(range(GPUS))
-    for name, agent in config.agents.items():
-        own = [rank for rank in ranks if rank.agent == name]
-        first = own[0].server_gpu
-        devices = [rank.local_rank for rank in own]
-        assert list(range(first, first + server_gpus(agent))) == devices, name
+    placements = place(load(file), [Node("node", GPUS)])
+    devices = [block.first + i for p in placements for block in p.ranks for i in range(block.count)]
+    assert sorted(devices) == list(range(GPUS))
+    for placement in placements:
+        (block,) = placement.ranks
+        servers = [server.first + i for server in placement.servers for i in range(server.count)]
+        assert servers == list(range(block.first, block.first + block.count)), placement.agent
 
 
 @pytest.mark.parametrize("file", MULTI_NODE, ids=name_of)

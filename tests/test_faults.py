@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from megatron_hacpo.checkpoint.resume import find_resume_point
 from megatron_hacpo.checkpoint.steps import checkpoint_folder, complete_steps
 from megatron_hacpo.config import ConfigError, check, load
-from megatron_hacpo.launch.local import check_inputs, describe_stop
+from megatron_hacpo.launch.run import check_inputs, describe_stop
 from megatron_hacpo.process.heartbeat import Beat, read_beats
 
 pytestmark = pytest.mark.real

@@ -17,8 +17,9 @@ from megatron_hacpo.checkpoint.identity import Identity
 from megatron_hacpo.config import ConfigError, RunConfig, load
 from megatron_hacpo.launch.cause import find_cause
 from megatron_hacpo.launch.folder import lock_run, prepare_run_dir
-from megatron_hacpo.launch.local import describe_failure, serve_store, worker
-from megatron_hacpo.launch.placement import Rank, placement
+from megatron_hacpo.launch.local import worker
+from megatron_hacpo.launch.placement import Block, DoesNotFit, Node, Placement, nodes_needed, place
+from megatron_hacpo.launch.run import describe_failure, serve_store
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
 from megatron_hacpo.process.child import GUARD
@@ -37,7 +38,8 @@ IDENTITY = Identity(config={}, data="", agents={}, versions={})
 def python(name: str, code: str, folder: Path, **environment: str) -> Worker:
     """A worker of the group that its name begins with."""
     log = folder / f"{name}.log"
-    return Worker(name, [sys.executable, "-c", code], environment, log, name.split(".")[0])
+    command = [sys.executable, "-c", code]
+    return Worker(name, log, name.split(".")[0], command=command, environment=environment)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -271,7 +273,10 @@ for signum in STOP_SIGNALS:  # under nohup or in a background job they are ignor
 folder = Path(sys.argv[1])
 code = sys.argv[2]
 try:
-    supervise([Worker(f"w{i}", [sys.executable, "-c", code], {}, folder / f"w{i}.log") for i in range(2)])
+    command = [sys.executable, "-c", code]
+    supervise(
+        [Worker(f"w{i}", folder / f"w{i}.log", command=command, environment={}) for i in range(2)]
+    )
 except Interrupted as stop:
     print(stop)
     sys.exit(128 + stop.signum)
@@ -328,41 +333,120 @@ def test_a_worker_whose_launcher_is_gone_already_does_not_start() -> None:
     assert (result.returncode, result.stdout) == (-signal.SIGKILL, "")
 
 
-def test_placement_gives_every_rank_a_device_of_its_own() -> None:
-    config = load(PAIR, ["agents.A.parallel={tensor: 2, data: 2}", "agents.C={model: m}"])
-    ranks = placement(config)
-    assert [(r.name, r.world_size, r.local_rank) for r in ranks] == [
-        ("A.rank0", 4, 0),
-        ("A.rank1", 4, 1),
-        ("A.rank2", 4, 2),
-        ("A.rank3", 4, 3),
-        ("B.rank0", 1, 4),
-        ("C.rank0", 1, 5),
-    ]
+HERE = Node("here", sys.maxsize)
 
 
 def test_a_rank_is_one_train_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    made = worker(Rank("B", 1, 2, 3, server_gpu=6), Path("runs/x"), "127.0.0.1:5")
+    placement = Placement("B", (Block(HERE, 2, 2),), (Block(HERE, 6, 1), Block(HERE, 7, 1)))
+    made = worker(placement, 1, Path("runs/x"), "127.0.0.1:5", 7)
     assert made.command[1:] == [
         *("-m", "megatron_hacpo", "train", "runs/x/config.yaml"),
-        *("--agent", "B", "--from-step", "0"),
+        *("--agent", "B", "--from-step", "7"),
     ]
     environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "3", "HACPO_STORE": "127.0.0.1:5"}
     environment["HACPO_SERVER_GPU"] = "6"
     assert made.environment.items() >= {**environment, "OMP_NUM_THREADS": "1"}.items()
-    assert made.log == Path("runs/x/logs/B.rank1.log")
+    assert (made.name, made.group, made.log) == ("B.rank1", "B", Path("runs/x/logs/B.rank1.log"))
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
-    made = worker(Rank("B", 1, 2, 3, server_gpu=6), Path("runs/x"), "127.0.0.1:5")
-    assert made.environment["OMP_NUM_THREADS"] == "4"
+    assert worker(placement, 1, Path("runs/x"), "h:5", 0).environment["OMP_NUM_THREADS"] == "4"
 
 
-def test_devices_go_to_all_ranks_first_and_then_to_servers(tmp_path: Path) -> None:
-    servers = "rollout.sglang={servers: 2, tensor: 2}"
-    apart = placement(run_in(tmp_path, "agents.A.parallel.data=2", servers))
-    assert [(r.agent, r.local_rank, r.server_gpu) for r in apart] == [("A", 0, 3), ("A", 1, 3), ("B", 2, 7)]
-    colocated = placement(run_in(tmp_path, "agents.B.placement.colocated=true", servers))
-    assert [(r.agent, r.local_rank, r.server_gpu) for r in colocated] == [("A", 0, 2), ("B", 1, 1)]
+SERVERS = "rollout={engine: sglang, sglang: {python: /p, servers: 2, tensor: 2}}"
+
+
+def placed(nodes: list[Node], *settings: str) -> list[str]:
+    """AGENT RANKS / SERVERS, for each agent."""
+    return [
+        f"{p.agent} {' '.join(map(str, p.ranks))}"
+        + (f" / {' '.join(map(str, p.servers))}" if p.servers else "")
+        for p in place(load(PAIR, settings), nodes)
+    ]
+
+
+def nodes(*devices: int) -> list[Node]:
+    return [Node(f"n{i}", count) for i, count in enumerate(devices)]
+
+
+@pytest.mark.parametrize(
+    "room, settings, expected",
+    [
+        ([HERE], ["agents.A.parallel={tensor: 2, data: 2}", "agents.C={model: m}"],
+         ["A here:0-3", "B here:4", "C here:5"]),
+        ([HERE], ["agents.A.parallel.data=2", SERVERS],
+         ["A here:0-1 / here:3-4 here:5-6", "B here:2 / here:7-8 here:9-10"]),
+        ([HERE], ["agents.B.parallel.data=4", "agents.B.placement.colocated=true", SERVERS],
+         ["A here:4 / here:5-6 here:7-8", "B here:0-3 / here:0-1 here:2-3"]),
+        (nodes(8, 8), ["agents.A.parallel.data=8", "agents.B.parallel.data=8"], ["A n0:0-7", "B n1:0-7"]),
+        (nodes(2, 2), [], ["A n0:0", "B n1:0"]),
+        (nodes(8, 8), ["agents.C={model: m, parallel: {data: 8}}", "agents.A.parallel.data=4",
+                       "agents.B.parallel.data=4"], ["A n1:0-3", "B n1:4-7", "C n0:0-7"]),
+        (nodes(8, 8, 8), ["agents.A.parallel={tensor: 4, data: 4}", "agents.B.parallel.data=6"],
+         ["A n0:0-7 n1:0-7", "B n2:0-5"]),
+        (nodes(8, 8, 8), ["agents.A.parallel={data: 12}", "agents.B.parallel.data=8"],
+         ["A n0:0-5 n1:0-5", "B n2:0-7"]),
+        (nodes(6, 6), ["agents.A.parallel.data=3", "agents.B.parallel.data=3",
+                       *(f"agents.{name}={{model: m, parallel: {{data: 2}}}}" for name in "CDE")],
+         ["A n0:0-2", "B n0:3-5", "C n1:0-1", "D n1:2-3", "E n1:4-5"]),
+        (nodes(4, 4), ["agents.A.parallel.data=2", "agents.B.parallel.data=4",
+                       "agents.A.rollout={engine: sglang, sglang: {python: /p, tensor: 2}}"],
+         ["A n1:0-1 / n1:2-3", "B n0:0-3"]),
+        (nodes(2, 2), ["agents.A.parallel.data=2",
+                       "agents.A.rollout={engine: sglang, sglang: {python: /p}}"],
+         ["A n0:0-1 / n1:1", "B n1:0"]),
+    ],
+)  # fmt: skip
+def test_placement(room: list[Node], settings: list[str], expected: list[str]) -> None:
+    assert placed(room, *settings) == expected
+
+
+def test_colocated_servers_lie_on_all_nodes_of_their_agent() -> None:
+    servers = "agents.A.rollout={engine: sglang, sglang: {python: /p, tensor: 2, servers: 4}}"
+    settings = ["agents.A.parallel.data=8", "agents.A.placement.colocated=true", servers]
+    assert placed(nodes(4, 4, 1), *settings) == [
+        "A n0:0-3 n1:0-3 / n0:0-1 n0:2-3 n1:0-1 n1:2-3",
+        "B n2:0",
+    ]
+
+
+def test_components_of_a_heterogeneous_job_are_the_agents(tmp_path: Path) -> None:
+    room = [Node("small", 2, 0), Node("big", 8, 1)]
+    assert placed(room, "agents.B.parallel.data=8") == ["A small:0", "B big:0-7"]
+    with pytest.raises(DoesNotFit, match=r"agents.A.parallel: its 3 processes.*there are 2 \(small 2\)"):
+        placed(room, "agents.A.parallel.data=3")
+    with pytest.raises(ConfigError, match="3 agents, but the job has 2 components"):
+        placed(room, "agents.C={model: m}")
+
+
+@pytest.mark.parametrize(
+    "room, settings, message",
+    [
+        (nodes(2, 2), ["agents.A.parallel.tensor=4"],
+         "agents.A.parallel.tensor: 4 processes that belong on one node; there are 4 (n0 2, n1 2)"),
+        (nodes(2, 2), ["agents.A.parallel.data=4"],
+         "agents.B.parallel: its 1 processes fit neither one node nor whole nodes in equal parts, each with "
+         "whole tensor-parallel groups; the run needs 5 devices (A 4, B 1); there are 4 (n0 2, n1 2)"),
+        (nodes(4, 4), ["agents.B.parallel.data=4", "agents.A.rollout={engine: sglang, sglang: {python: /p, "
+                       "servers: 2, tensor: 2}}"],
+         "agents.A.rollout.sglang.servers: no room for server 1 of 2: it needs 2 devices of one node; the "
+         "run needs 9 devices (A 1, B 4, servers of A 4); there are 8 (n0 4, n1 4)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_the_numbers(
+    room: list[Node], settings: list[str], message: str
+) -> None:
+    with pytest.raises(DoesNotFit) as caught:
+        placed(room, *settings)
+    assert str(caught.value) == message
+
+
+def test_nodes_that_a_run_needs() -> None:
+    both = ["agents.A.parallel={tensor: 2, data: 4}", "agents.B.parallel.data=8"]
+    assert nodes_needed(load(PAIR, both), 8) == 2
+    assert nodes_needed(load(PAIR, both), 16) == 1
+    assert nodes_needed(load(PAIR, both), 4) == 4
+    with pytest.raises(DoesNotFit, match="tensor: 2 processes that belong on one node"):
+        nodes_needed(load(PAIR, both), 1)
 
 
 def test_the_store_serves_other_processes_on_the_loopback_alone() -> None:

@@ -17,14 +17,14 @@ from megatron_hacpo.process.heartbeat import Beat
 ROOT = Path(__file__).parent.parent
 
 
-def beat(store: HashStore, name: str, number: int) -> None:
-    made = Beat(name=name, pid=1, host="h", step=7, phase="update", number=number, since=0.0)
+def beat(store: HashStore, name: str, number: int, step: int = 7) -> None:
+    made = Beat(name=name, pid=1, host="h", step=step, phase="update", number=number, since=0.0)
     store.set(f"beats/{name}", msgspec.json.encode(made).decode())
 
 
 def test_silence_is_counted_from_the_last_change() -> None:
     store = HashStore()
-    liveness = Liveness(store, ["A.rank0", "B.rank0", "C.rank0"], stale_seconds=30.0)
+    liveness = Liveness(store, ["A.rank0", "B.rank0", "C.rank0"], stale_seconds=30.0, phase_seconds=1e9)
     beat(store, "A.rank0", 1)
     for second in range(1000, 1101):
         beat(store, "B.rank0", second)
@@ -42,9 +42,22 @@ def test_silence_is_counted_from_the_last_change() -> None:
 def test_time_in_which_nobody_looked_does_not_count() -> None:
     store = HashStore()
     beat(store, "A.rank0", 1)
-    liveness = Liveness(store, ["A.rank0"], stale_seconds=30.0)
+    liveness = Liveness(store, ["A.rank0"], stale_seconds=30.0, phase_seconds=1e9)
     assert liveness.look(0.0) == []
     assert liveness.look(3600.0) == [], "launcher and processes may have been suspended together"
+
+
+def test_a_process_that_beats_but_stays_in_one_phase_hangs() -> None:
+    store = HashStore()
+    liveness = Liveness(store, ["A.rank0", "B.rank0"], stale_seconds=30.0, phase_seconds=600.0)
+    for second in range(0, 1000, 5):
+        beat(store, "A.rank0", second)
+        beat(store, "B.rank0", second, step=8 if second > 300 else 7)
+        hung = liveness.look(float(second))
+        assert [h.name for h in hung] == (["A.rank0"] if 600 < second <= 905 else ["A.rank0", "B.rank0"])[
+            : 2 * (second > 600)
+        ]
+    assert str(hung[0]) == "A.rank0 has been at update of step 7 for 995 s (exchange.timeout_minutes)"
 
 
 BEATING = """
@@ -61,8 +74,8 @@ def test_a_stopped_process_is_found_and_killed(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     log = tmp_path / "log"
     command = [sys.executable, "-c", BEATING, str(store.port)]
-    worker = Worker("A.rank0", command, {"PYTHONPATH": str(ROOT)}, log, "A")
-    liveness = Liveness(store, ["A.rank0"], stale_seconds=1.5)
+    worker = Worker("A.rank0", log, "A", command=command, environment={"PYTHONPATH": str(ROOT)})
+    liveness = Liveness(store, ["A.rank0"], stale_seconds=1.5, phase_seconds=60.0)
     pids: list[int] = []
 
     def stop_once() -> None:

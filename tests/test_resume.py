@@ -17,7 +17,7 @@ from test_end_to_end import start
 from megatron_hacpo.checkpoint.identity import Identity
 from megatron_hacpo.checkpoint.resume import find_resume_point
 from megatron_hacpo.config import load
-from megatron_hacpo.launch.local import check_inputs
+from megatron_hacpo.launch.run import check_inputs
 from megatron_hacpo.megatron.convert import megatron_to_hf
 
 SETTINGS = ("checkpoint.every=1", "evaluation.every=2", "evaluation.prompts=8", "report.tensorboard=false")

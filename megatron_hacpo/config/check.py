@@ -22,10 +22,11 @@ SHARING_KEYS = ("capability_baseline", "discrepancy_gradient", "cross_clip")
 """Single tokens' ratios leave a narrower window than this at once."""
 
 
-def check(config: RunConfig, *, training: bool = True) -> list[str]:
+def check(config: RunConfig, *, training: bool = True, servers_here: bool = True) -> list[str]:
     """Look at everything that can be known before a process is started.
 
-    training: false for what only measures, and reads no training prompts.
+    training: false for what only measures, and reads no training prompts. servers_here: false where rollout
+    servers see other files, as in a container, than this process does.
     Returns warnings, one line each. Raises ConfigError with a line for every mistake.
     """
     errors = [
@@ -33,7 +34,11 @@ def check(config: RunConfig, *, training: bool = True) -> list[str]:
         *(problem for name, agent in config.agents.items() for problem in model_problems(name, agent)),
         *_batch_problems(config),
         *_optimizer_problems(config),
-        *(problem for name, agent in config.agents.items() for problem in rollout_problems(name, agent)),
+        *(
+            problem
+            for name, agent in config.agents.items()
+            for problem in rollout_problems(name, agent, servers_here)
+        ),
         *_reward_problems(config),
         *data_problems(config, training=training),
         *_report_problems(config),

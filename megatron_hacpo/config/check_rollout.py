@@ -12,8 +12,9 @@ _LOOK_SECONDS = 60
 _VERSION = "from importlib.metadata import version; print(version('sglang'))"
 
 
-def rollout_problems(name: str, agent: AgentConfig) -> Iterator[str]:
-    """What is wrong with `rollout` of agent `name`, one line each."""
+def rollout_problems(name: str, agent: AgentConfig, here: bool = True) -> Iterator[str]:
+    """What is wrong with `rollout` of agent `name`, one line each. here: whether servers see the files that
+    this process sees."""
     rollout, sglang, placement = agent.rollout, agent.rollout.sglang, agent.placement
     place = ("agents", name, "placement")
     if placement.offload != "none" and not placement.colocated:
@@ -29,7 +30,7 @@ def rollout_problems(name: str, agent: AgentConfig) -> Iterator[str]:
     key = ("agents", name, "rollout", "sglang")
     if sglang.python is None and not sglang.addresses:
         yield line((*key, "python"), None, "which SGLang? name its environment's Python, or give addresses")
-    elif sglang.python is not None:
+    elif sglang.python is not None and here:
         yield from _python_problems((*key, "python"), sglang.python)
     if "--enable-hierarchical-cache" in sglang.arguments:
         wrong = "--enable-hierarchical-cache keeps what old weights have computed; leave it out"

@@ -435,7 +435,7 @@ class ExchangeConfig(Section):
     keep_steps: Count = 3
     """Steps whose pool files stay on disk; those since the newest checkpoint stay in any case."""
     timeout_minutes: Annotated[float, Field(ge=0.1, le=100_000)] = 60.0
-    """Longest wait for the slowest agent."""
+    """Longest wait for the slowest agent, and longest stay of a process in one phase of a step."""
 
 
 class BenchmarkConfig(PromptFileConfig):
@@ -590,6 +590,10 @@ class RunConfig(Section):
         benchmark, rollout = self.evaluation.benchmarks[name], self.agents[agent].rollout
         prompt = benchmark.max_prompt_tokens or rollout.max_prompt_tokens
         return prompt + (benchmark.max_response_tokens or rollout.max_response_tokens)
+
+    def server_seed(self, agent: str) -> int:
+        """Of an agent's first rollout server; the others count on."""
+        return self.run.seed + 1000 * self.names.index(agent)
 
     @property
     def names(self) -> list[str]:

@@ -14,39 +14,46 @@ LONGEST_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
-class Silent:
-    """A process without a sign of life for `seconds` after its `last` one."""
+class Hung:
+    """A process that hangs: `reason` is what is wrong with it, to follow its name."""
 
     name: str
-    seconds: float
-    last: Beat
-
-    @property
-    def reason(self) -> str:
-        """What is wrong with it, to follow its name."""
-        return (
-            f"has given no sign of life for {self.seconds:.0f} s (last: {self.last.phase} of step "
-            f"{self.last.step})"
-        )
+    reason: str
 
     def __str__(self) -> str:
         return f"{self.name} {self.reason}"
 
 
-class Liveness:
-    """Judges beats by the launcher's own clock: how long ago it saw a process's count change."""
+@dataclass
+class _Seen:
+    """Of a process's beats: the last number, and since when number and phase have been the same."""
 
-    def __init__(self, store: "Store", names: Sequence[str], stale_seconds: float) -> None:
-        """stale_seconds: longest silence of a living process; several times its seconds between beats."""
+    number: int
+    phase: tuple[int, str]
+    number_since: float
+    phase_since: float
+
+
+class Liveness:
+    """Judges beats by the launcher's own clock: how long ago it saw them, or what they tell, change."""
+
+    def __init__(
+        self, store: "Store", names: Sequence[str], stale_seconds: float, phase_seconds: float
+    ) -> None:
+        """stale_seconds: longest silence of a living process; several times its seconds between beats.
+        phase_seconds: longest stay in one phase of a step. Who waits for a process that hangs came to its
+        phase later, so the one to blame is found first."""
         self._store = store
         self._names = list(names)
         self._stale_seconds = stale_seconds
+        self._phase_seconds = phase_seconds
         self._looked: float | None = None
         self._watched = 0.0
-        self._seen: dict[str, tuple[int, float]] = {}
+        self._seen: dict[str, _Seen] = {}
 
-    def look(self, now: float) -> list[Silent]:
-        """Processes that have been silent for too long; `now` is of `time.monotonic`. To be called often.
+    def look(self, now: float) -> list[Hung]:
+        """Processes that have been silent, or in one phase, for too long; `now` is of `time.monotonic`. To be
+        called often.
 
         Before its first beat a process is not silent: starting takes long. One that has ended is: the caller
         knows which still run.
@@ -54,14 +61,23 @@ class Liveness:
         if self._looked is not None:
             self._watched += min(now - self._looked, LONGEST_LOOK_SECONDS)
         self._looked = now
-        silent = []
+        hung = []
         for name, beat in read_beats(self._store, self._names).items():
-            if beat is None:
-                continue
-            number, since = self._seen.get(name, (0, 0.0))
-            if beat.number != number:
-                since = self._watched
-                self._seen[name] = beat.number, since
-            if self._watched - since > self._stale_seconds:
-                silent.append(Silent(name, self._watched - since, beat))
-        return silent
+            if beat is not None and (reason := self._judge(name, beat)):
+                hung.append(Hung(name, reason))
+        return hung
+
+    def _judge(self, name: str, beat: Beat) -> str | None:
+        now, phase = self._watched, (beat.step, beat.phase)
+        seen = self._seen.setdefault(name, _Seen(beat.number, phase, now, now))
+        if beat.number != seen.number:
+            seen.number, seen.number_since = beat.number, now
+        if phase != seen.phase:
+            seen.phase, seen.phase_since = phase, now
+        if (silent := now - seen.number_since) > self._stale_seconds:
+            return f"has given no sign of life for {silent:.0f} s (last: {beat.phase} of step {beat.step})"
+        if (stayed := now - seen.phase_since) > self._phase_seconds:
+            return (
+                f"has been at {beat.phase} of step {beat.step} for {stayed:.0f} s (exchange.timeout_minutes)"
+            )
+        return None

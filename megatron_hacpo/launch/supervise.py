@@ -16,24 +16,39 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Worker:
-    """A process to start. environment: added to the launcher's own. log: gets its stdout and stderr.
-    group: workers that cannot do without one another, such as those of one agent."""
+class Process:
+    """What can fail. log: gets its stdout and stderr. group: processes that cannot do without one another,
+    such as those of one agent."""
 
     name: str
-    command: Sequence[str]
-    environment: Mapping[str, str]
     log: Path
     group: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker(Process):
+    """A process to start.
+
+    environment: added to the launcher's own. parts: the processes that it stands for, if it only starts them
+    (elsewhere). end_signal: on which it ends for certain, with all of these. attendant: serves its group: it
+    is not waited for, and must not end before the others of its group have.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    parts: Sequence[Process] = ()
+    end_signal: signal.Signals = signal.SIGKILL
+    attendant: bool = False
 
 
 class WorkerFailed(RuntimeError):  # noqa: N818 - reads as what happened
     """A worker ended otherwise than with exit code 0; the others, or those of its group, were stopped.
 
-    code: as in subprocess. reason: why it was killed, to follow its name; None if it ended by itself.
+    worker: or the part of one that failed. code: as in subprocess. reason: what is wrong, to follow its name,
+    where that is more than the code.
     """
 
-    def __init__(self, worker: Worker, code: int, reason: str | None = None) -> None:
+    def __init__(self, worker: Process, code: int, reason: str | None = None) -> None:
         how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
         super().__init__(f"{worker.name} {reason or how}")
         self.worker = worker
@@ -58,7 +73,7 @@ class _Process(Child):
         self.given_up = False
 
     def give_up(self) -> None:
-        self.signal_group(signal.SIGKILL)
+        self.signal_group(self.worker.end_signal)
         self.given_up = True
 
 
@@ -76,14 +91,14 @@ def supervise(
     """Start all workers and wait until each has exited with code 0. To be called from the main thread.
 
     on_tick: called about every `tick_seconds` while they run.
-    find_hung: called as often; names of workers that hang, each with what is wrong with it (`has ...`). Those
-        that still run are killed and have failed. Other names are ignored.
+    find_hung: called as often; names of workers, or of their parts, that hang, each with what is wrong with
+        it (`has ...`). Those that still run are killed and have failed. Other names are ignored.
     on_loss: called with a group and the failure to blame in it, unless no other group is left. True: the
         group's other workers are killed, and the other groups go on; it is not waited for any more.
     blame: which of several failures, in the order in which they were seen, is the cause of the others: a
         worker whose peer dies often fails too, and may be seen first. By default the first.
     blame_seconds: how long after a failure others are waited for that may be its cause; not after a hang, and
-        not once all have ended.
+        not once all have ended. Longer where the news of a process's end takes longer.
     grace_seconds: between SIGTERM and SIGKILL.
     Raises WorkerFailed for the worker to blame for the failure that ends the run, and
     Interrupted on SIGINT, SIGTERM or SIGHUP (a second one ends the grace); no worker and no descendant in a
@@ -122,7 +137,7 @@ def _watch(
         if found and not failures:
             decide_at = time.monotonic() + blame_seconds
         failures += found
-        if not running or time.monotonic() >= decide_at or any(failure.reason for failure in failures):
+        if failures and (not running or time.monotonic() >= decide_at or any(f.reason for f in failures)):
             _lose_groups(failures, groups, running, on_loss, blame)
             failures = []
         for process in processes:
@@ -152,23 +167,34 @@ def _lose_groups(
 
 
 def _bury_ended(running: list[_Process]) -> list[WorkerFailed]:
-    """Remove those that have ended; returns the failures among them."""
-    failures = []
-    for process in [process for process in running if process.has_ended()]:
+    """Remove those that have ended, and attendants that nobody needs any more; returns the failures."""
+    ended = [process for process in running if process.has_ended()]
+    for process in ended:
         running.remove(process)
+    served = {process.worker.group for process in running if not process.worker.attendant}
+    failures = []
+    for process in ended:
         code = process.bury()
-        if code != 0:
+        if process.worker.attendant and process.worker.group in served:
+            reason = "has ended before those that it serves" if code == 0 else None
+            failures.append(WorkerFailed(process.worker, code, reason))
+        elif code != 0 and not process.worker.attendant:
             failures.append(WorkerFailed(process.worker, code))
+    for process in [p for p in running if p.worker.attendant and p.worker.group not in served]:
+        process.give_up()
+        running.remove(process)
     return failures
 
 
 def _give_up_hung(running: list[_Process], hung: Mapping[str, str]) -> list[WorkerFailed]:
     """Kill and remove those that hang; returns their failures."""
     failures = []
-    for process in [process for process in running if process.worker.name in hung]:
-        process.give_up()
-        running.remove(process)
-        failures.append(WorkerFailed(process.worker, -signal.SIGKILL, hung[process.worker.name]))
+    for process in list(running):
+        parts = process.worker.parts or (process.worker,)
+        if found := [part for part in parts if part.name in hung]:
+            process.give_up()
+            running.remove(process)
+            failures += [WorkerFailed(part, -signal.SIGKILL, hung[part.name]) for part in found]
     return failures
 
 

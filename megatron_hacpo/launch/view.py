@@ -19,6 +19,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from megatron_hacpo.config import RunConfig
+from megatron_hacpo.launch.placement import Placement
 from megatron_hacpo.report.files import EVALUATION, METRICS, Tail, headlines
 
 PARTS = ("rollout", "reward", "logprob", "exchange", "waiting", "update", "sync")
@@ -126,6 +128,25 @@ class RunView:
             self._last_line, self._last_step = now, step
             line = f"step {step}/{self._steps}  {plain_line(self._agents)}"
             self._console.print(line, highlight=False, soft_wrap=True)
+
+
+def placement_table(config: RunConfig, placements: Sequence[Placement]) -> Table:
+    """One line an agent: its sizes, and which devices of which nodes its processes and its servers have."""
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    table.add_column("agent", style="bold")
+    for title in ("processes", "tensor x pipeline x context x data", "devices", "servers' devices"):
+        table.add_column(title)
+    for placement in placements:
+        parallel = config.agents[placement.agent].parallel
+        sizes = (parallel.tensor, parallel.pipeline, parallel.context, parallel.data)
+        table.add_row(
+            placement.agent,
+            str(placement.world_size),
+            " x ".join(map(str, sizes)),
+            " ".join(map(str, placement.ranks)),
+            " ".join(map(str, placement.servers)) or "-",
+        )
+    return table
 
 
 def time_table(agents: Mapping[str, AgentView]) -> Table:

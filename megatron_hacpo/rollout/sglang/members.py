@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from megatron_hacpo.rollout.sglang.client import ServerClient, ServerGone
-from megatron_hacpo.rollout.sglang.server import ManagedServer
+from megatron_hacpo.rollout.sglang.remote import RemotePlace, RemoteServer
+from megatron_hacpo.rollout.sglang.server import LocalPlace, ManagedServer
 
 State = Literal["starting", "stale", "serving", "lost"]
 """starting: not answering yet. stale: healthy, with other weights than the policy's. serving: may generate.
@@ -17,6 +18,11 @@ MEMORY: tuple[Memory, ...] = get_args(Memory)
 """What a server can give back; a started one has both."""
 
 
+Server = ManagedServer | RemoteServer
+Place = LocalPlace | RemotePlace
+"""Calling it starts a server."""
+
+
 @dataclass(eq=False)
 class Member:
     """One server's place. server: None for one that somebody else started. start: makes a new process.
@@ -25,8 +31,8 @@ class Member:
     number: int
     client: ServerClient
     tensor: int
-    server: ManagedServer | None = None
-    start: Callable[[], ManagedServer] | None = None
+    server: Server | None = None
+    start: Place | None = None
     restarts_left: int = 0
     state: State = "starting"
     incarnation: int = 0

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_hacpo.config import AgentConfig
 from megatron_hacpo.hf.read import is_checkpoint
 from megatron_hacpo.process.child import Child
+from megatron_hacpo.process.network import joined
 from megatron_hacpo.rollout.sglang.client import ServerClient
 from megatron_hacpo.rollout.sglang.ports import Ports
 
@@ -24,7 +26,12 @@ kernel takes nearly as long as the transfer."""
 LOG_LINES = 8
 """Of a server's log that are shown; the launcher shows the last 20 of the trainer's."""
 
-PORT_ATTEMPTS = 3
+GPU_VARIABLE = "HACPO_SERVER_GPU"
+"""Environment variable: the first of this machine's GPUs for servers that are started here."""
+
+CONTEXT_MARGIN = 8
+"""Tokens that SGLang keeps back of its context length."""
+
 POLL_SECONDS = 0.5
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -49,15 +56,16 @@ class ServerSpec:
     colocated: bool = False
     arguments: Sequence[str] = ()
 
-    def command(self, ports: Ports) -> list[str]:
-        """Of the server without its key, which other users of the machine would see here."""
+    def command(self, port: int) -> list[str]:
+        """Of the server without its key, which other users of the machine would see here. port: the first of
+        two."""
         on_cpu = self.first_gpu is None
         program = ["-P", str(CPU_SERVER)] if on_cpu else ["-m", "sglang.launch_server"]
         values = {
             "--model-path": self.model,
             "--host": self.host,
-            "--port": ports.first,
-            "--nccl-port": ports.first + 1,
+            "--port": port,
+            "--nccl-port": port + 1,
             "--dtype": self.dtype,
             "--load-format": "dummy" if is_checkpoint(self.model) else None,  # its weights come from us
             "--tp-size": self.tensor,
@@ -91,23 +99,55 @@ class ServerSpec:
         }
 
 
+def server_spec(
+    settings: AgentConfig, *, context: int, host: str, first_gpu: int | None, seed: int, key: str
+) -> ServerSpec:
+    """A server of an agent; context: tokens of the longest sequence, the others as in `ServerSpec`."""
+    sglang = settings.rollout.sglang
+    assert sglang.python is not None
+    return ServerSpec(
+        python=str(Path(sglang.python).absolute()),
+        model=Path(settings.model).absolute(),
+        dtype=settings.dtype,
+        tensor=sglang.tensor,
+        host=host,
+        context=context + CONTEXT_MARGIN,
+        max_concurrent=sglang.max_concurrent,
+        cache_tokens=sglang.cache_tokens,
+        memory_fraction=sglang.memory_fraction,
+        first_gpu=first_gpu,
+        seed=seed,
+        key=key,
+        colocated=settings.placement.colocated,
+        arguments=tuple(sglang.arguments),
+    )
+
+
+def server_log(run_dir: Path, agent: str, number: int, starts: int) -> Path:
+    """Of the server in place `number` after so many earlier starts."""
+    again = f".{starts}" if starts else ""
+    return run_dir / "logs" / f"{agent}.server{number}{again}.log"
+
+
 class ManagedServer:
     """A started server and a client for it."""
 
-    def __init__(self, spec: ServerSpec, log: Path) -> None:
-        """Start it and return at once; `ready` waits. log: gets all that it prints."""
+    def __init__(self, spec: ServerSpec, log: Path, ports: Ports | None = None) -> None:
+        """Start it and return at once; `ready` waits. log: gets all that it prints. ports: two, which stay
+        the caller's."""
         self._log = log
-        self._ports = Ports(spec.host, 2)
+        self._ports = ports or Ports(spec.host, 2)
+        self._keeps_ports = ports is None
+        first = self._ports.first
         self._secret = log.with_suffix(".key.yaml")
         log.parent.mkdir(parents=True, exist_ok=True)
         self._secret.unlink(missing_ok=True)
         descriptor = os.open(self._secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "w", encoding="utf-8") as file:
             file.write(f'api-key: "{spec.key}"\n')
-        command = [*spec.command(self._ports), "--config", str(self._secret)]
+        command = [*spec.command(first), "--config", str(self._secret)]
         self._child = Child(command, spec.environment(), log)
-        host = f"[{spec.host}]" if ":" in spec.host else spec.host
-        self.client = ServerClient(f"http://{host}:{self._ports.first}", spec.key)
+        self.client = ServerClient(f"http://{joined(spec.host, first)}", spec.key)
 
     @property
     def pid(self) -> int:
@@ -132,17 +172,42 @@ class ManagedServer:
         """End it and its descendants at once, whatever they are doing."""
         if not self._child.buried:
             self._child.bury()
-            self._ports.release()
+            if self._keeps_ports:
+                self._ports.release()
             self._secret.unlink(missing_ok=True)
 
     def last_lines(self) -> str:
-        """The end of its log, indented, with the log's path above. It goes above what is said about it, since
-        a reader sees the end of the trainer's own log first."""
-        lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
-        return f"the end of {self._log}:\n" + "\n".join(f"  | {line}" for line in lines)
+        return last_lines(self._log)
 
     def _failure(self, what: str) -> str:
-        return f"{self.last_lines()}\nSGLang server {self.client.url} {what}; its log is {self._log}"
+        return failure(self.client, self._log, what)
+
+
+class LocalPlace:
+    """Where a server of this process runs. Calling it starts one, each time with a log of its own."""
+
+    def __init__(self, spec: ServerSpec, run_dir: Path, agent: str, number: int) -> None:
+        self._spec = spec
+        self._run_dir = run_dir
+        self._agent, self._number = agent, number
+        self._starts = 0
+
+    def __call__(self) -> ManagedServer:
+        log = server_log(self._run_dir, self._agent, self._number, self._starts)
+        self._starts += 1
+        return ManagedServer(self._spec, log)
+
+
+def last_lines(log: Path) -> str:
+    """The end of a server's log, indented, with the log's path above. It goes above what is said about it,
+    since a reader sees the end of the trainer's own log first."""
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.is_file() else []
+    return f"the end of {log}:\n" + "\n".join(f"  | {line}" for line in lines[-LOG_LINES:])
+
+
+def failure(client: ServerClient, log: Path, what: str) -> str:
+    """What to say of a server that does not start."""
+    return f"{last_lines(log)}\nSGLang server {client.url} {what}; its log is {log}"
 
 
 def new_key() -> str:

@@ -12,11 +12,19 @@ import torch
 
 from megatron_hacpo.config import AgentConfig
 from megatron_hacpo.hf.families import tensor_shapes
+from megatron_hacpo.process.store import connect, store_address
 from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError
 from megatron_hacpo.rollout.sglang.loop import LoopThread
-from megatron_hacpo.rollout.sglang.members import Member, Members, Memory
+from megatron_hacpo.rollout.sglang.members import Member, Members, Memory, Place
+from megatron_hacpo.rollout.sglang.remote import KEY_VARIABLE, RemotePlace
 from megatron_hacpo.rollout.sglang.rollout import SGLangRollout
-from megatron_hacpo.rollout.sglang.server import ManagedServer, ServerSpec, new_key
+from megatron_hacpo.rollout.sglang.server import (
+    CONTEXT_MARGIN,
+    GPU_VARIABLE,
+    LocalPlace,
+    new_key,
+    server_spec,
+)
 from megatron_hacpo.rollout.sglang.sync import ExpectedWeights, OwnWeights, Ranks, WeightSync
 from megatron_hacpo.rollout.sglang.transports import (
     DiskTransport,
@@ -25,12 +33,6 @@ from megatron_hacpo.rollout.sglang.transports import (
     Transport,
 )
 from megatron_hacpo.rollout.sglang.turns import Trainer, Turns
-
-GPU_VARIABLE = "HACPO_SERVER_GPU"
-"""The first of this machine's GPUs that the agent's servers may take, one after the other."""
-
-CONTEXT_MARGIN = 8
-"""Tokens that SGLang keeps back of its context length."""
 
 
 def open_rollout(
@@ -126,16 +128,15 @@ def _start(
     loop: LoopThread,
 ) -> Members:
     """All servers of an agent, answering and looked over."""
-    needed = context + CONTEXT_MARGIN
     members = Members(
-        _members(name, settings, needed, run_dir, seed, device),
+        _members(name, settings, context, run_dir, seed, device),
         start_seconds=60.0 * settings.rollout.sglang.start_minutes,
         warn=warn,
     )
     try:
         loop.run(members.start_all())
         for member in members.all:
-            loop.run(_check(member, settings, needed))
+            loop.run(_check(member, settings, context + CONTEXT_MARGIN))
     except BaseException:
         loop.run(members.close())
         raise
@@ -183,43 +184,46 @@ def _members(
         return [
             Member(number, ServerClient(url, key), tensor=1) for number, url in enumerate(sglang.addresses)
         ]
+    places = _places(name, settings, context, run_dir, seed, device)
+    return [_started(number, place, settings) for number, place in enumerate(places)]
+
+
+def _places(
+    name: str, settings: AgentConfig, context: int, run_dir: Path, seed: int, device: torch.device
+) -> list[Place]:
+    """Where the run's own servers are started: on their nodes if those wait for orders, else here."""
+    sglang = settings.rollout.sglang
+    if (key := os.environ.get(KEY_VARIABLE)) is not None:
+        address = store_address()
+        assert address is not None, "a run whose servers are started on their nodes has a store"
+        store = connect(address, timedelta(minutes=sglang.start_minutes))
+        return [RemotePlace(store, run_dir, name, number, key) for number in range(sglang.servers)]
     key = new_key()
     first_gpu = int(os.environ.get(GPU_VARIABLE, "0")) if device.type == "cuda" else None
-    members = []
-    for number in range(sglang.servers):
-        assert sglang.python is not None
-        spec = ServerSpec(
-            python=str(Path(sglang.python).absolute()),
-            model=Path(settings.model).absolute(),
-            dtype=settings.dtype,
-            tensor=sglang.tensor,
-            host=sglang.host,
+    specs = (
+        server_spec(
+            settings,
             context=context,
-            max_concurrent=sglang.max_concurrent,
-            cache_tokens=sglang.cache_tokens,
-            memory_fraction=sglang.memory_fraction,
+            host=sglang.host,
             first_gpu=None if first_gpu is None else first_gpu + number * sglang.tensor,
             seed=seed + number,
             key=key,
-            colocated=settings.placement.colocated,
-            arguments=tuple(sglang.arguments),
         )
-        members.append(_managed(name, number, spec, run_dir, sglang.restarts))
-    return members
+        for number in range(sglang.servers)
+    )
+    return [LocalPlace(spec, run_dir, name, number) for number, spec in enumerate(specs)]
 
 
-def _managed(name: str, number: int, spec: ServerSpec, run_dir: Path, restarts: int) -> Member:
-    starts = 0
-
-    def start() -> ManagedServer:
-        nonlocal starts
-        again = f".{starts}" if starts else ""
-        starts += 1
-        return ManagedServer(spec, run_dir / "logs" / f"{name}.server{number}{again}.log")
-
-    server = start()
+def _started(number: int, place: Place, settings: AgentConfig) -> Member:
+    server = place()
+    sglang = settings.rollout.sglang
     return Member(
-        number, server.client, tensor=spec.tensor, server=server, start=start, restarts_left=restarts
+        number,
+        server.client,
+        tensor=sglang.tensor,
+        server=server,
+        start=place,
+        restarts_left=sglang.restarts,
     )
 
 

@@ -7,7 +7,6 @@ pipeline stage, stage by stage), `finish` on every server (by the leader). Nothi
 import base64
 import pickle
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hacpo.hf.write import write_weights
+from megatron_hacpo.process.network import own_address
 from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 
@@ -149,7 +149,7 @@ class DistributedTransport:
             self._leave()
             for target in targets:
                 self._loop.run(_destroy_group(target, name))
-        address = address_towards(targets[0].client.url)
+        address = own_address(urlsplit(targets[0].client.url).hostname or "")
         if self._store is None:
             self._store = dist.TCPStore(
                 address, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
@@ -309,12 +309,3 @@ class DiskTransport:
 
     def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def address_towards(url: str) -> str:
-    """This machine's address on the way to a server's."""
-    parts = urlsplit(url)
-    family, _, _, _, address = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
