@@ -271,7 +271,7 @@ def _launch_in_job(config: Path, settings: list[str], overwrite: bool, resume: "
         raise ConfigError(
             [f"config: {config}: {job.nodes[0].name} does not see it; all nodes must, put it where they do"]
         )
-    console = Console()
+    console = Console(width=120)  # of a file
     run = _checked(config, settings, servers_here=not in_container())
     if job.requeued:
         overwrite, resume = False, resume or Resume(None, [])

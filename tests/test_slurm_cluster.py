@@ -60,21 +60,24 @@ def test_a_failed_jobs_code_arrives(slurm: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_heterogeneous_job_fails_as_a_whole(slurm: Cluster, tmp_path: Path) -> None:
-    parts = "#SBATCH hetjob\n#SBATCH --partition=other --gpus-per-node=1\n"
-    job = submit(slurm, tmp_path, f"{parts}srun --het-group=1 bash -c 'exit 4'\n")
+    file = tmp_path / "job.sh"
+    file.write_text(
+        "#!/bin/bash\n#SBATCH --ntasks=1\n#SBATCH hetjob\n#SBATCH --ntasks=1 --partition=other\n"
+        "srun --het-group=1 bash -c 'exit 4'\n"
+    )
+    job = slurm.sbatch(f"--output={tmp_path}/out", str(file))
     assert slurm.wait(job, SECONDS) == JobEnd("FAILED", 4)
     assert [part["Partition"] for part in slurm.jobs(job)] == ["debug", "other"]
 
 
 def test_a_process_on_a_node_can_be_killed(slurm: Cluster, tmp_path: Path) -> None:
-    job = submit(slurm, tmp_path, "srun sleep 987\n")
+    job = submit(slurm, tmp_path, "srun --kill-on-bad-exit=1 sleep 987\n")
     deadline = time.monotonic() + SECONDS
     while not (tasks := [p for p in slurm.processes("node2", "sleep 987") if p.name() == "sleep"]):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     tasks[0].kill()
-    slurm.run("scancel", job)
-    slurm.wait(job, SECONDS)
+    assert slurm.wait(job, SECONDS) == JobEnd("FAILED", 128 + signal.SIGTERM)  # how node1's task was ended
     assert "node2: task 1: Killed" in (tmp_path / "out").read_text()
 
 

@@ -23,13 +23,13 @@ _LOST_CONNECTION = re.compile(
 
 
 def find_cause(failures: Sequence[WorkerFailed]) -> WorkerFailed:
-    """The first that a signal killed, else the first whose log does not end with a lost connection, else the
+    """The first that a signal killed or that has a reason, else the first whose log does not end with a lost connection, else the
     first. SIGABRT is no such signal: NCCL's watchdog sends it to a process whose peer is gone."""
     return min(failures, key=_rank)
 
 
 def _rank(failure: WorkerFailed) -> int:
-    if failure.code < 0 and failure.code != -signal.SIGABRT:
+    if failure.reason is not None or (failure.code < 0 and failure.code != -signal.SIGABRT):
         return 0
     return 2 if _ends_with_lost_connection(failure.worker.log) else 1
 

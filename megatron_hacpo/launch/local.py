@@ -8,7 +8,7 @@ from pathlib import Path
 from megatron_hacpo.config import RunConfig
 from megatron_hacpo.launch.folder import CONFIG
 from megatron_hacpo.launch.placement import Node, Placement, rank_name, this_machine
-from megatron_hacpo.launch.supervise import Worker, WorkerFailed
+from megatron_hacpo.launch.supervise import Worker, WorkerFailed, read_code
 
 
 class ThisMachine:
@@ -30,8 +30,8 @@ class ThisMachine:
             for rank in range(placement.world_size)
         ]
 
-    def behind(self, failure: WorkerFailed) -> list[WorkerFailed]:
-        return [failure]
+    def failures(self, worker: Worker, code: int) -> list[WorkerFailed]:
+        return read_code(worker, code)
 
 
 def worker(placement: Placement, rank: int, run_dir: Path, store: str, start: int) -> Worker:

@@ -70,8 +70,8 @@ class Machines(Protocol):
     ) -> list[Worker]:
         """What to start for a run that goes on after step `start`. store: HOST:PORT where all meet."""
 
-    def behind(self, failure: WorkerFailed) -> list[WorkerFailed]:
-        """The failures that a worker's failure consists of."""
+    def failures(self, worker: Worker, code: int) -> list[WorkerFailed]:
+        """As `supervise`'s `read_end`: of the processes that a worker stands for, or its own."""
 
 
 def launch(
@@ -159,7 +159,8 @@ def _supervise(
             on_tick=on_tick,
             find_hung=lambda: {hung.name: hung.reason for hung in liveness.look(time.monotonic())},
             on_loss=partial(_lose, config, store, view, console),
-            blame=lambda failures: find_cause([part for f in failures for part in machines.behind(f)]),
+            read_end=machines.failures,
+            blame=find_cause,
             blame_seconds=machines.blame_seconds,
         )
 

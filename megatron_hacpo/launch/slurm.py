@@ -15,7 +15,7 @@ from megatron_hacpo.config import ConfigError, RunConfig
 from megatron_hacpo.launch.folder import CONFIG
 from megatron_hacpo.launch.local import defaults, train_command
 from megatron_hacpo.launch.placement import Block, DoesNotFit, Node, Placement, nodes_needed, place, rank_name
-from megatron_hacpo.launch.supervise import Process, Worker, WorkerFailed
+from megatron_hacpo.launch.supervise import Process, Worker, WorkerFailed, read_code
 from megatron_hacpo.process.network import own_address
 
 PYTHON = "HACPO_PYTHON"
@@ -38,6 +38,7 @@ OPTIONS = (
     "--distribution=block",
     "--export=ALL",
     "--input=none",
+    "--open-mode=truncate",
 )
 
 TAKEN_FOR_OPTIONS = re.compile(
@@ -51,6 +52,7 @@ STEP = 'export RANK=$SLURM_PROCID LOCAL_RANK=$(($SLURM_LOCALID + $FIRST_DEVICE))
 
 _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
 _NODE_FAILED = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
+_ERROR = re.compile(r"^srun: error: (.*)$", re.MULTILINE)
 _TERMINATING = re.compile(r"^srun: .*Terminating (?:Job)?Step", re.MULTILINE | re.IGNORECASE)
 """From here on srun ends the tasks itself."""
 
@@ -145,23 +147,22 @@ class SlurmJob:
         ]
         return agents + servers
 
-    def behind(self, failure: WorkerFailed) -> list[WorkerFailed]:
-        """The tasks that srun saw end by themselves."""
-        worker = failure.worker
-        if not isinstance(worker, Worker) or failure.reason is not None:
-            return [failure]
+    def failures(self, worker: Worker, code: int) -> list[WorkerFailed]:
+        """The tasks that srun saw end by themselves; those that it ended then say nothing. Nor does its exit
+        code: it is the largest of all tasks', and 0 where a node was lost or a task could not be started."""
         text = worker.log.read_text(encoding="utf-8", errors="replace")
         if (lost := _NODE_FAILED.search(text)) is not None:
-            return [WorkerFailed(worker, failure.code, f"has lost node {lost[1]}")]
-        told = text[: found.start()] if (found := _TERMINATING.search(text)) else text
+            return [WorkerFailed(worker, code, f"has lost its node {lost[1]}")]
+        told = text[: end.start()] if (end := _TERMINATING.search(text)) else text
         parts = worker.parts or (worker,)
-        found_parts = [
-            WorkerFailed(parts[task], code, reason)
+        ends = [
+            WorkerFailed(parts[task], *how_it_ended(how))
             for tasks, how in _ENDED.findall(told)
-            for code, reason in [how_it_ended(how)]
             for task in numbers(tasks)
         ]
-        return found_parts or [failure]
+        if not ends and code == 0 and (error := _ERROR.search(text)) is not None:
+            return [WorkerFailed(worker, code, f"was not started: {error[1]}")]
+        return ends or read_code(worker, code)
 
     def probes(self, command: Sequence[str], store: str, logs: Path) -> list[Worker]:
         """`command`, arguments of Python, once on every node."""

@@ -49,11 +49,16 @@ class WorkerFailed(RuntimeError):  # noqa: N818 - reads as what happened
     """
 
     def __init__(self, worker: Process, code: int, reason: str | None = None) -> None:
-        how = f"exited with code {code}" if code > 0 else f"was killed by {signal.Signals(-code).name}"
+        how = f"exited with code {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         super().__init__(f"{worker.name} {reason or how}")
         self.worker = worker
         self.code = code
         self.reason = reason
+
+
+def read_code(worker: Worker, code: int) -> list[WorkerFailed]:
+    """A worker that ended with another exit code than 0 has failed."""
+    return [WorkerFailed(worker, code)] if code != 0 else []
 
 
 class Interrupted(RuntimeError):  # noqa: N818 - reads as what happened
@@ -83,18 +88,20 @@ def supervise(
     on_tick: Callable[[], None] = lambda: None,
     find_hung: Callable[[], Mapping[str, str]] = dict,
     on_loss: Callable[[str, WorkerFailed], bool] = lambda group, failure: False,
+    read_end: Callable[[Worker, int], Sequence[WorkerFailed]] = read_code,
     blame: Callable[[Sequence[WorkerFailed]], WorkerFailed] = lambda failures: failures[0],
     tick_seconds: float = 0.5,
     blame_seconds: float = 1.5,
     grace_seconds: float = 10.0,
 ) -> None:
-    """Start all workers and wait until each has exited with code 0. To be called from the main thread.
+    """Start all workers and wait until each has ended well. To be called from the main thread.
 
     on_tick: called about every `tick_seconds` while they run.
     find_hung: called as often; names of workers, or of their parts, that hang, each with what is wrong with
         it (`has ...`). Those that still run are killed and have failed. Other names are ignored.
     on_loss: called with a group and the failure to blame in it, unless no other group is left. True: the
         group's other workers are killed, and the other groups go on; it is not waited for any more.
+    read_end: the failures that a worker's end with an exit code means; by default one if it is not 0.
     blame: which of several failures, in the order in which they were seen, is the cause of the others: a
         worker whose peer dies often fails too, and may be seen first. By default the first.
     blame_seconds: how long after a failure others are waited for that may be its cause; not after a hang, and
@@ -110,7 +117,9 @@ def supervise(
         try:
             for worker in workers:
                 processes.append(_Process(worker))
-            _watch(processes, received, on_tick, find_hung, on_loss, blame, tick_seconds, blame_seconds)
+            _watch(
+                processes, received, on_tick, find_hung, on_loss, read_end, blame, tick_seconds, blame_seconds
+            )
         finally:
             _stop(processes, received, grace_seconds)
 
@@ -121,6 +130,7 @@ def _watch(
     on_tick: Callable[[], None],
     find_hung: Callable[[], Mapping[str, str]],
     on_loss: Callable[[str, WorkerFailed], bool],
+    read_end: Callable[[Worker, int], Sequence[WorkerFailed]],
     blame: Callable[[Sequence[WorkerFailed]], WorkerFailed],
     tick_seconds: float,
     blame_seconds: float,
@@ -133,7 +143,7 @@ def _watch(
         wait([process.pidfd for process in running], timeout=tick_seconds)
         if received:
             raise Interrupted(received[0])
-        found = [*_bury_ended(running), *_give_up_hung(running, find_hung())]
+        found = [*_bury_ended(running, read_end), *_give_up_hung(running, find_hung())]
         if found and not failures:
             decide_at = time.monotonic() + blame_seconds
         failures += found
@@ -166,20 +176,22 @@ def _lose_groups(
         failures = [other for other in failures if other.worker.group != group]
 
 
-def _bury_ended(running: list[_Process]) -> list[WorkerFailed]:
+def _bury_ended(
+    running: list[_Process], read_end: Callable[[Worker, int], Sequence[WorkerFailed]]
+) -> list[WorkerFailed]:
     """Remove those that have ended, and attendants that nobody needs any more; returns the failures."""
     ended = [process for process in running if process.has_ended()]
     for process in ended:
         running.remove(process)
     served = {process.worker.group for process in running if not process.worker.attendant}
-    failures = []
+    failures: list[WorkerFailed] = []
     for process in ended:
-        code = process.bury()
-        if process.worker.attendant and process.worker.group in served:
-            reason = "has ended before those that it serves" if code == 0 else None
-            failures.append(WorkerFailed(process.worker, code, reason))
-        elif code != 0 and not process.worker.attendant:
-            failures.append(WorkerFailed(process.worker, code))
+        worker, code = process.worker, process.bury()
+        if not worker.attendant:
+            failures += read_end(worker, code)
+        elif worker.group in served:
+            early = WorkerFailed(worker, code, "has ended before those that it serves")
+            failures += read_end(worker, code) or [early]
     for process in [p for p in running if p.worker.attendant and p.worker.group not in served]:
         process.give_up()
         running.remove(process)
@@ -190,8 +202,7 @@ def _give_up_hung(running: list[_Process], hung: Mapping[str, str]) -> list[Work
     """Kill and remove those that hang; returns their failures."""
     failures = []
     for process in list(running):
-        parts = process.worker.parts or (process.worker,)
-        if found := [part for part in parts if part.name in hung]:
+        if found := [part for part in (process.worker, *process.worker.parts) if part.name in hung]:
             process.give_up()
             running.remove(process)
             failures += [WorkerFailed(part, -signal.SIGKILL, hung[part.name]) for part in found]
