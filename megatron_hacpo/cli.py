@@ -278,7 +278,7 @@ def _launch_in_job(config: Path, settings: list[str], overwrite: bool, resume: "
         console.print(f"requeued ({job.restarts}): the run goes on", highlight=False)
     console.print(placement_table(run, place_in(job, run, [str(config), *_set(settings)])))
     machines = SlurmJob(job)
-    if False and not examine_nodes(run, config, machines, console):  # TODO
+    if not examine_nodes(run, config, machines, console):
         raise typer.Exit(launcher.USER_ERROR)
     if not launcher.launch(run, console, machines, overwrite=overwrite, resume=resume):
         requeue(job)

@@ -23,8 +23,8 @@ _LOST_CONNECTION = re.compile(
 
 
 def find_cause(failures: Sequence[WorkerFailed]) -> WorkerFailed:
-    """The first that a signal killed or that has a reason, else the first whose log does not end with a lost connection, else the
-    first. SIGABRT is no such signal: NCCL's watchdog sends it to a process whose peer is gone."""
+    """The first that a signal killed or that has a reason, else the first whose log does not end with a lost
+    connection, else the first. SIGABRT is not meant: NCCL's watchdog sends it to those whose peer is gone."""
     return min(failures, key=_rank)
 
 
@@ -36,6 +36,8 @@ def _rank(failure: WorkerFailed) -> int:
 
 def _ends_with_lost_connection(log: Path) -> bool:
     """Of the last exception and what follows it; a process without a traceback, of the end of its log."""
+    if not log.is_file():
+        return False
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
         text = file.read().decode("utf-8", errors="replace")
