@@ -6,13 +6,13 @@ SGLANG := .venv-sglang/.installed
 NEWEST := .venv-megatron-newest
 export OMP_NUM_THREADS := 1
 
-.PHONY: help demo claim test test-real sglang-cpu lint clean
+.PHONY: help demo claim test test-real sglang-cpu slurm-packages lint clean
 
 help:
 	@echo "make demo   two tiny agents teach each other (about 5 minutes); results in runs/tiny-pair/"
 	@echo "make claim  HACPO against its baselines over five seeds (about an hour); results in runs/claim/"
 	@echo "make test   linters, type checker and all tests that need neither root nor a second environment (about 10 minutes)"
-	@echo "make test-real  whole runs that are killed and go on, and the tests that install SGLang and another megatron-core first (about 20 minutes)"
+	@echo "make test-real  whole runs that are killed and go on, and the tests that install SGLang, Slurm and another megatron-core first (about 20 minutes)"
 	@echo "make sglang-cpu  SGLang for CPUs in an environment of its own, .venv-sglang/"
 	@echo "make lint   linters and type checker alone"
 	@echo "make clean  remove the environment and the demo's run"
@@ -50,9 +50,16 @@ $(NEWEST)/.installed:
 		--python-version 3.12 --only-binary=:all: --target $(NEWEST) megatron-core==0.19.2
 	touch $@
 
-test-real: $(INSTALLED) $(SGLANG) $(NEWEST)/.installed
+# Programs that the tests of slurm/ start; they skip without root.
+SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 shellcheck
+
+slurm-packages:
+	@if [ "$$(id -u)" = 0 ] && ! command -v slurmctld shellcheck > /dev/null; then apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) > /dev/null; fi
+
+test-real: $(INSTALLED) $(SGLANG) $(NEWEST)/.installed slurm-packages
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt reasoning-gym
-	MEGATRON_NEWEST=$(NEWEST) $(BIN)/pytest -m "(real or sglang) and not slow" --durations=15
+	MEGATRON_NEWEST=$(NEWEST) $(BIN)/pytest -m "(real or sglang or slurm) and not slow" --durations=15
 
 clean:
 	rm -rf .venv runs/tiny-pair

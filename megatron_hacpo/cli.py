@@ -146,9 +146,10 @@ def doctor(
     """Say what is installed here, and whether a run fits: devices, memory, time, disk, files."""
     from rich.console import Console
 
+    from megatron_hacpo.config import load
     from megatron_hacpo.doctor.examine import examine
 
-    run = None if config is None else _checked(config, settings)
+    run = None if config is None else load(config, settings or [])
     if not examine(run, Console(), file=config):
         raise typer.Exit(1)
 

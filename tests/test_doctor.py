@@ -367,7 +367,7 @@ def test_a_trainer_that_stays_leaves_no_room_for_a_large_cache(models: Path) -> 
 
 
 def test_the_cache_of_servers_apart_in_numbers(models: Path) -> None:
-    config = load(TWO_NODES, [f"agents.{QWEN}.placement={{}}"])
+    config = load(TWO_NODES, [f"agents.{QWEN}.placement={{}}", "rollout.sglang.memory_fraction=0.5"])
     found = estimated(config)
     assert found.sending is None
     assert found.generation is not None
@@ -380,7 +380,7 @@ def test_the_cache_of_servers_apart_in_numbers(models: Path) -> None:
 
 
 def test_the_cache_of_colocated_servers_is_of_what_the_trainer_leaves_at_the_start(models: Path) -> None:
-    found = estimated(load(TWO_NODES))
+    found = estimated(load(TWO_NODES, ["rollout.sglang.memory_fraction=0.5"]))
     assert found.generation is not None
     training = found.training
     at_start = training.weights + training.gradients + training.optimizer / 3 + 4 * GB

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_hacpo.algorithm.minibatch import check_window
-from megatron_hacpo.config import AgentConfig, ConfigError, RunConfig, check, load
+from megatron_hacpo.config import ConfigError, RunConfig, check, load
 from megatron_hacpo.hf.families import divided_sizes
-from megatron_hacpo.launch.placement import Node, place
+from megatron_hacpo.launch.placement import Node, nodes_needed, place
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -64,15 +64,6 @@ def shape(model: str) -> SimpleNamespace:
         max_position_embeddings=positions,
         sliding_window=None,
     )
-
-
-def server_gpus(agent: AgentConfig) -> int:
-    return agent.rollout.sglang.servers * agent.rollout.sglang.tensor
-
-
-def gpus(agent: AgentConfig) -> int:
-    """Of the trainer and of servers apart from it."""
-    return agent.parallel.world_size + (0 if agent.placement.colocated else server_gpus(agent))
 
 
 @pytest.mark.parametrize("file", FILES, ids=name_of)
@@ -176,22 +167,17 @@ def test_nodes_are_exactly_used(file: Path) -> None:
     config = load(file)
     found = re.search(r"_(\d+)nodes$", file.stem)
     assert found is not None
-    assert sum(gpus(agent) for agent in config.agents.values()) == GPUS * int(found[1])
-    for name, agent in config.agents.items():
-        parallel, sglang = agent.parallel, agent.rollout.sglang
-        # Each agent begins on a node, and ranks count tensor first: no group of it lies on two nodes.
-        assert gpus(agent) % GPUS == 0, name
-        assert GPUS % parallel.tensor == 0, name
-        assert agent.rollout.engine == "sglang", name
-        # Servers are on the leader's node, beside or on the ranks there.
-        assert server_gpus(agent) <= GPUS, name
-        if agent.placement.colocated:
-            assert server_gpus(agent) <= parallel.world_size, name
-        # A sending rank of another node hands over no GPU memory.
-        if parallel.pipeline > 1 and parallel.world_size > GPUS:
-            assert sglang.transport == "disk", name
-        assert (agent.dtype, agent.optimizer.distributed) == ("bfloat16", True), name
-        assert agent.recompute == "full", name
+    nodes = [Node(f"node{i}", GPUS) for i in range(int(found[1]))]
+    placements = place(config, nodes)
+    devices = [(b.node.name, b.first + i) for p in placements for b in p.ranks for i in range(b.count)]
+    assert sorted(devices) == [(node.name, i) for node in nodes for i in range(GPUS)]
+    for placement in placements:
+        agent = config.agents[placement.agent]
+        servers = [(b.node.name, b.first + i) for b in placement.servers for i in range(b.count)]
+        own = [(b.node.name, b.first + i) for b in placement.ranks for i in range(b.count)]
+        assert servers == own, placement.agent
+        assert (agent.dtype, agent.optimizer.distributed, agent.recompute) == ("bfloat16", True, "full")
+    assert nodes_needed(config, GPUS) == len(nodes)
 
 
 def test_multi_node_examples_are_here() -> None:
@@ -204,7 +190,7 @@ def test_the_head_says_how_to_run_it(file: Path) -> None:
     head = text.partition("run:\n")[0]
     own = file.relative_to(ROOT).as_posix()
     assert all(line.startswith("# ") for line in head.splitlines())
-    commands = [f"hacpo launch {own}\n", f"hacpo train {own} --agent"]
+    commands = [f"hacpo launch {own}\n", f"slurm/hacpo_multinode.sh {own}\n"]
     assert any(command in head for command in commands)
     names = re.findall(r"[\w.]+\.yaml", head)
     assert all((PAPER / name).is_file() for name in names)

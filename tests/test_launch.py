@@ -400,8 +400,18 @@ def test_placement(room: list[Node], settings: list[str], expected: list[str]) -
     assert placed(room, *settings) == expected
 
 
+def test_gpu_memory_is_not_handed_over_between_nodes() -> None:
+    servers = "agents.A.rollout={engine: sglang, sglang: {python: /p, servers: 4}}"
+    settings = ["agents.A.parallel.data=4", "agents.A.placement.colocated=true", servers]
+    with pytest.raises(ConfigError, match=r"transport: auto: .* are on n0, n1; use disk"):
+        placed(nodes(2, 2, 1), *settings)
+    assert placed(nodes(4, 1), *settings)[0] == "A n0:0-3 / n0:0 n0:1 n0:2 n0:3"
+
+
 def test_colocated_servers_lie_on_all_nodes_of_their_agent() -> None:
-    servers = "agents.A.rollout={engine: sglang, sglang: {python: /p, tensor: 2, servers: 4}}"
+    servers = (
+        "agents.A.rollout={engine: sglang, sglang: {python: /p, tensor: 2, servers: 4, transport: disk}}"
+    )
     settings = ["agents.A.parallel.data=8", "agents.A.placement.colocated=true", servers]
     assert placed(nodes(4, 4, 1), *settings) == [
         "A n0:0-3 n1:0-3 / n0:0-1 n0:2-3 n1:0-1 n1:2-3",

@@ -222,7 +222,7 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(slurm: Cluster, tmp
     twice.write_text((ROOT / PAIR).read_text().replace("  B:\n", "  A:\n"))
     launches = {
         "devices": [PAIR, *sets("agents.B.parallel.data=16")],
-        "fits no node": [PAIR, *sets("agents.A.parallel.tensor=16")],
+        "fits no node": [PAIR, *sets("agents.A.parallel.data=9")],
         "twice": [str(twice)],
         "hidden": [str(hidden / "pair.yaml")],
         "nowhere": ["no/such.yaml"],
@@ -252,8 +252,7 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(slurm: Cluster, tmp
             f"{PAIR} --set agents.B.parallel.data=16 --set run.dir={tmp_path}/runs",
         ],
         "fits no node": [
-            "error: agents.A.parallel.tensor: 16 processes that belong on one node; "
-            "there are 16 (node1 8, node2 8)\n"
+            "error: agents.A.parallel: its 9 processes fit neither one node nor whole nodes in equal parts, "
         ],
         "twice": [f"error: config: {twice}:"],
         "hidden": ["node2"],

@@ -138,7 +138,7 @@ class SGLangConfig(Section):
     host: str = "127.0.0.1"
     """Address on which servers of the run listen."""
     memory_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Of a GPU's memory, for weights and cache; null: SGLang's choice."""
+    """Of the GPU's memory that is free when a server starts, for weights and cache; null: SGLang's choice."""
     cache_tokens: Count | None = None
     """Tokens in a server's cache; null: what the memory holds, without a GPU 65,536."""
     max_concurrent: Count = 256

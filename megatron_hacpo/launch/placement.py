@@ -74,9 +74,12 @@ def place(config: RunConfig, nodes: Sequence[Node]) -> list[Placement]:
             ]
         )
     try:
-        return _Packing(config, nodes, _emptiest).result()
+        placements = _Packing(config, nodes, _emptiest).result()
     except DoesNotFit:
-        return _Packing(config, nodes, _first).result()
+        placements = _Packing(config, nodes, _first).result()
+    for placement in placements:
+        _check_transport(config.agents[placement.agent], placement)
+    return placements
 
 
 def nodes_needed(config: RunConfig, devices: int, most: int = 4096) -> int:
@@ -116,6 +119,21 @@ def _servers(agent: AgentConfig) -> int:
 
 def _tensor(agent: AgentConfig) -> int:
     return agent.rollout.sglang.tensor
+
+
+def _check_transport(agent: AgentConfig, placement: Placement) -> None:
+    """DoesNotFit for weights that would be handed over as GPU memory between nodes."""
+    transport = agent.rollout.sglang.transport
+    if transport != "tensor" and not (transport == "auto" and agent.placement.colocated):
+        return
+    nodes = {block.node.name for block in (*placement.ranks, *placement.servers)}
+    if placement.servers and len(nodes) > 1:
+        raise DoesNotFit(
+            [
+                f"agents.{placement.agent}.rollout.sglang.transport: {transport}: handles of GPU memory stay "
+                f"on one node, but processes and servers are on {', '.join(sorted(nodes))}; use disk"
+            ]
+        )
 
 
 Choice = Callable[[Iterable[tuple[Node, int]]], Node]
@@ -191,6 +209,10 @@ class _Packing:
             if count and tensor > 1 and each % tensor != 0 and count * tensor > each:
                 raise DoesNotFit(
                     [f"{key}.tensor: {tensor} does not divide the agent's {each} devices of a node"]
+                )
+            if count * tensor > each * len(ranks):
+                raise DoesNotFit(
+                    [f"{key}.servers: {count} need more devices than the agent's processes have"]
                 )
             places = [divmod(number * tensor, each) for number in range(count)]
             return tuple(Block(ranks[i].node, ranks[i].first + j, tensor) for i, j in places)
