@@ -54,7 +54,7 @@ $(NEWEST)/.installed:
 SLURM_PACKAGES := slurmctld slurmd slurm-client slurm-wlm-basic-plugins munge iproute2 shellcheck
 
 slurm-packages:
-	@if [ "$$(id -u)" = 0 ] && ! command -v slurmctld shellcheck > /dev/null; then apt-get update -qq && \
+	@if [ "$$(id -u)" = 0 ] && ! { command -v slurmctld && command -v shellcheck; } > /dev/null; then apt-get update -qq && \
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(SLURM_PACKAGES) > /dev/null; fi
 
 test-real: $(INSTALLED) $(SGLANG) $(NEWEST)/.installed slurm-packages

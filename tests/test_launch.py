@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -459,15 +460,30 @@ def test_nodes_that_a_run_needs() -> None:
         nodes_needed(load(PAIR, both), 1)
 
 
-def test_the_store_serves_other_processes_on_the_loopback_alone() -> None:
-    store = serve_store("127.0.0.1")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_store_serves_other_processes_on_one_address_alone(host: str) -> None:
+    store = serve_store(host)
     listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    assert ("127.0.0.1", store.port) in [tuple(c.laddr) for c in listening]
-    assert all(c.laddr.ip == "127.0.0.1" for c in listening if c.laddr.port == store.port)
-    client = f"TCPStore('127.0.0.1', {store.port}, is_master=False)"
+    assert [c.laddr.ip for c in listening if c.laddr.port == store.port] == [host]
+    client = f"TCPStore({host!r}, {store.port}, is_master=False)"
     code = f"from torch.distributed import TCPStore; {client}.set('key', 'value')"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert store.get("key") == b"value"
+
+
+@pytest.mark.parametrize("early", ["", "raise SystemExit(3)"])
+def test_an_attendant_ends_with_those_it_serves_and_not_before(tmp_path: Path, early: str) -> None:
+    serving = tmp_path / "serving"
+    served = python(
+        "A.rank0", f"import os, time\nwhile not os.path.exists({str(serving)!r}): time.sleep(0.02)", tmp_path
+    )
+    code = f"open({str(serving)!r}, 'w'); import time; time.sleep(60)"
+    supervise([served, replace(python("A.server0", code, tmp_path), attendant=True)], tick_seconds=0.1)
+    left = python("A.rank1", WAIT, tmp_path)
+    ended = replace(python("A.server1", early, tmp_path), attendant=True)
+    told = "exited with code 3" if early else "has ended before those that it serves"
+    with pytest.raises(WorkerFailed, match=f"^A.server1 {told}$"):
+        supervise([left, ended], tick_seconds=0.1)
 
 
 def run_in(folder: Path, *overrides: str) -> RunConfig:

@@ -165,7 +165,7 @@ class SGLangConfig(Section):
     @classmethod
     def _are_addresses(cls, addresses: list[str]) -> list[str]:
         for address in addresses:
-            if not re.fullmatch(r"https?://[^/:]+:\d{1,5}", address):
+            if not re.fullmatch(r"https?://([^/:]+|\[[0-9A-Fa-f:]+\]):\d{1,5}", address):
                 raise ValueError(f"{address} is not http://HOST:PORT; write it so")
         if len(set(addresses)) < len(addresses):
             raise ValueError("has an address twice; keep one")

@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from megatron_hacpo.process.network import joined, separated
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -62,7 +64,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def place(self) -> str:
         """HOST:PORT, an IPv6 address in brackets."""
         host, port = self.socket.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return joined(host, port)
 
 
 class _Answer(socketserver.StreamRequestHandler):
@@ -86,11 +88,11 @@ def _call(other: str, place: str | None, *, node: str, seconds: float) -> str:
     """ "" if the node `other` answers at `place`, which is what it said of itself; None: nothing yet."""
     if place is None:
         return f"does not say within {seconds:g} s where it listens"
-    host, _, port = place.rpartition(":")
-    if not port.isdigit():
+    address = separated(place)
+    if address is None:
         return place
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as connection:
+        with socket.create_connection(address, timeout=seconds) as connection:
             connection.sendall(f"{node}\n".encode())
             answer = connection.makefile(encoding="utf-8").readline().strip()
     except OSError as error:
