@@ -12,6 +12,8 @@ import typer
 from megatron_hacpo.convert import to_hf, to_megatron
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron_hacpo.config import RunConfig
     from megatron_hacpo.launch.folder import Resume
 
@@ -64,7 +66,9 @@ def launch(
             help="The resumed run may differ in this key; may be repeated.",
         ),
     ] = None,
-    host: Annotated[str, typer.Option(help="Address on which the processes meet.")] = "127.0.0.1",
+    host: Annotated[
+        str | None, typer.Option(help="Address on which the processes meet; 127.0.0.1 by default.")
+    ] = None,
     slurm: Annotated[
         bool, typer.Option("--slurm", help="On all nodes of the Slurm job whose batch script this is.")
     ] = False,
@@ -83,12 +87,15 @@ def launch(
         raise ConfigError(["--overwrite: deletes what --resume would go on with; keep one of them"])
     if allow and wanted is None:
         raise ConfigError([f"--allow: {allow[0]}: there is nothing to allow without --resume; add it"])
+    if slurm and host is not None:
+        raise ConfigError([f"--host: {host}: a job's nodes meet on HACPO_INTERFACE; leave it out"])
     try:
-        if slurm:
-            _launch_in_job(config, settings or [], overwrite, wanted)
-        else:
-            run = _checked(config, settings)
-            launcher.launch(run, Console(), ThisMachine(host), overwrite=overwrite, resume=wanted)
+        with launcher.stop_noted() as asked:
+            if slurm:
+                _launch_in_job(config, settings or [], asked, overwrite, wanted)
+            else:
+                run, machines = _checked(config, settings), ThisMachine(host or "127.0.0.1")
+                launcher.launch(run, Console(), machines, asked=asked, overwrite=overwrite, resume=wanted)
     except WorkerFailed as failure:
         print("\n".join(launcher.describe_failure(failure)), file=sys.stderr)
         raise typer.Exit(launcher.USER_ERROR if failure.code == launcher.USER_ERROR else 1) from None
@@ -110,9 +117,10 @@ def submit(
     gpus_per_node: Annotated[
         int | None, typer.Option(metavar="N", min=1, help="Of a node; by default what sinfo says.")
     ] = None,
-    script: Annotated[Path, typer.Option(metavar="FILE", help="The job's script.")] = Path(
-        "slurm/hacpo_multinode.sh"
-    ),
+    script: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The job's script; by default slurm/hacpo_multinode.sh."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be submitted.")] = False,
 ) -> None:
     """Ask Slurm for as many nodes and GPUs as the run needs."""
@@ -123,9 +131,10 @@ def submit(
     from megatron_hacpo.launch.view import placement_table
 
     run = _checked(config, settings, servers_here=False)
+    script = script or slurm.SCRIPT
     if not script.is_file():
         raise ConfigError([f"--script: {script}: no such file; start this in the folder of the repository"])
-    kind = slurm.NodeKind(gpus_per_node, 0) if gpus_per_node else slurm.usual_nodes(options or [])
+    kind = slurm.NodeKind(gpus_per_node, 0) if gpus_per_node else slurm.usual_nodes(options or [], script)
     request = slurm.request(run, kind)
     flags = [*(["--resume"] if resume else []), *(["--overwrite"] if overwrite else [])]
     command = request.command(script, [str(config), *_set(settings or []), *flags], options or [])
@@ -133,7 +142,10 @@ def submit(
     console.print(placement_table(run, request.placements))
     console.print(slurm.shown(command), highlight=False, markup=False, soft_wrap=True)
     if not dry_run:
-        raise typer.Exit(slurm.submit(command, script))
+        done = slurm.submit(command, script)
+        print(done.stdout, end="")
+        print(done.stderr, end="", file=sys.stderr)
+        raise typer.Exit(done.returncode)
 
 
 @app.command()
@@ -256,33 +268,40 @@ def report(
     draw_curves(run_dir)
 
 
-def _launch_in_job(config: Path, settings: list[str], overwrite: bool, resume: "Resume | None") -> None:
+def _launch_in_job(
+    config: Path, settings: list[str], asked: "Sequence[int]", overwrite: bool, resume: "Resume | None"
+) -> None:
     """`launch` on the nodes of the Slurm job that this process is the batch script of."""
     from rich.console import Console
 
     from megatron_hacpo.config import ConfigError
     from megatron_hacpo.doctor.job import examine_nodes
     from megatron_hacpo.launch import run as launcher
+    from megatron_hacpo.launch import slurm
     from megatron_hacpo.launch.folder import Resume
-    from megatron_hacpo.launch.slurm import SlurmJob, current_job, in_container, place_in, requeue
     from megatron_hacpo.launch.view import placement_table
 
-    job = current_job()
+    job = slurm.current_job()
     if not config.is_file():
         raise ConfigError(
             [f"config: {config}: {job.nodes[0].name} does not see it; all nodes must, put it where they do"]
         )
     console = Console(width=120)  # of a file
-    run = _checked(config, settings, servers_here=not in_container())
-    if job.requeued:
-        overwrite, resume = False, resume or Resume(None, [])
+    run = _checked(config, settings, servers_here=not slurm.in_container())
+    if job.restarts and launcher.launched_by(run, {"job": job.id}):
+        overwrite, resume = False, Resume(None, resume.allow if resume else [])
         console.print(f"requeued ({job.restarts}): the run goes on", highlight=False)
-    console.print(placement_table(run, place_in(job, run, [str(config), *_set(settings)])))
-    machines = SlurmJob(job)
+    console.print(placement_table(run, slurm.place_in(job, run, sys.argv[sys.argv.index("--slurm") + 1 :])))
+    machines = slurm.SlurmJob(job)
     if not examine_nodes(run, config, machines, console):
         raise typer.Exit(launcher.USER_ERROR)
-    if not launcher.launch(run, console, machines, overwrite=overwrite, resume=resume):
-        requeue(job)
+    outcome = launcher.launch(run, console, machines, asked=asked, overwrite=overwrite, resume=resume)
+    if outcome.complete:
+        return
+    if not outcome.progressed:
+        print("error: asked to stop, and no checkpoint was made to go on from", file=sys.stderr)
+        raise typer.Exit(1)
+    slurm.requeue(job)
 
 
 def _set(settings: list[str]) -> list[str]:

@@ -32,7 +32,11 @@ PACKAGES = {
 PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 """Daemons may not be on a user's path."""
 UNSHARE = ("unshare", "--net", "--mount", "--uts", "--pid", "--fork", "--mount-proc")
-NETWORK = "10.78.0"
+NETWORKS = {
+    4: ("10.78.0.", "/24", ""),
+    6: ("fd78::", "/64", "CommunicationParameters=EnableIPv6,DisableIPv4"),
+}
+"""By the version of IP: what addresses begin with, how long that is, and what Slurm has to be told."""
 UP_SECONDS = 60.0
 ALIVE = {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "COMPLETING", "REQUEUED", "STOPPED", "SIGNALING"}
 """States of a job that has not ended."""
@@ -58,7 +62,8 @@ slurmctld -D &
 
 SLURM_CONF = """
 ClusterName=test
-SlurmctldHost=ctl({network}.254)
+SlurmctldHost=ctl({network}254)
+{communication}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
@@ -247,13 +252,15 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, nodes: int = 2, cpus: int = 2, gpus: int = 2) -> Iterator[Cluster]:
+def cluster(folder: Path, nodes: int = 2, cpus: int = 2, gpus: int = 2, ip: int = 4) -> Iterator[Cluster]:
     """A cluster that is up; its nodes may have more CPUs than the machine has, and their GPUs are stand-ins.
 
+    ip: the only version of IP that its machines have, but for the loopback.
     Its logs are in `folder`, which needs a short path: Slurm puts sockets in it.
     """
     names = [f"node{number}" for number in range(1, nodes + 1)]
-    _write_files(folder, names, cpus, gpus)
+    network, length, _ = NETWORKS[ip]
+    _write_files(folder, names, cpus, gpus, ip)
     with ExitStack() as stack:
 
         def machine(name: str, daemons: str) -> Machine:
@@ -266,7 +273,7 @@ def cluster(folder: Path, nodes: int = 2, cpus: int = 2, gpus: int = 2) -> Itera
         controller.ip(
             "link set lo up",
             "link add br0 type bridge forward_delay 0",
-            f"addr add {NETWORK}.254/24 dev br0",
+            f"addr add {network}254{length} dev br0 {'nodad' if ip == 6 else ''}",
             "link set br0 up",
         )
         for number, worker in enumerate(workers.values(), 1):
@@ -274,7 +281,8 @@ def cluster(folder: Path, nodes: int = 2, cpus: int = 2, gpus: int = 2) -> Itera
                 f"link add v{number} type veth peer name eth0 netns {worker.pid}",
                 f"link set v{number} master br0 up",
             )
-            worker.ip("link set lo up", f"addr add {NETWORK}.{number}/24 dev eth0", "link set eth0 up")
+            address = f"addr add {network}{number}{length} dev eth0 {'nodad' if ip == 6 else ''}"
+            worker.ip("link set lo up", address, "link set eth0 up")
         for each in (controller, *workers.values()):
             each.start()
         up = Cluster(folder, controller, workers)
@@ -286,10 +294,11 @@ def cluster(folder: Path, nodes: int = 2, cpus: int = 2, gpus: int = 2) -> Itera
         yield up
 
 
-def _write_files(folder: Path, names: list[str], cpus: int, gpus: int) -> None:
+def _write_files(folder: Path, names: list[str], cpus: int, gpus: int, ip: int) -> None:
     nodes = len(names)
-    addresses = {"localhost": "127.0.0.1", "ctl": f"{NETWORK}.254"}
-    addresses |= {name: f"{NETWORK}.{number}" for number, name in enumerate(names, 1)}
+    network, _, communication = NETWORKS[ip]
+    addresses = {"localhost": "127.0.0.1", "ctl": f"{network}254"}
+    addresses |= {name: f"{network}{number}" for number, name in enumerate(names, 1)}
     for name in ("state", *names):
         (folder / name).mkdir(parents=True)
     (folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in addresses.items()))
@@ -298,7 +307,9 @@ def _write_files(folder: Path, names: list[str], cpus: int, gpus: int) -> None:
     key.touch(mode=0o600)
     key.write_bytes(os.urandom(1024))
     (folder / "slurm.conf").write_text(
-        SLURM_CONF.format(folder=folder, network=NETWORK, nodes=nodes, cpus=cpus, gpus=gpus)
+        SLURM_CONF.format(
+            folder=folder, network=network, communication=communication, nodes=nodes, cpus=cpus, gpus=gpus
+        )
     )
     devices = [folder / f"nvidia{index}" for index in range(gpus)]
     for device in devices:

@@ -134,7 +134,7 @@ def test_launch_gives_the_checked_run_on(monkeypatch: pytest.MonkeyPatch, capsys
     assert seen == [
         (
             load(PAIR, ["algorithm.name=grpo", "run.steps=5"]),
-            {"overwrite": True, "resume": None, "host": "127.0.0.1"},
+            {"host": "127.0.0.1", "asked": [], "overwrite": True, "resume": None},
         )
     ]
     assert capsys.readouterr().err.startswith("warning: algorithm.clip_low, clip_high: ")

@@ -72,7 +72,7 @@ def test_beats_go_on_while_nothing_changes(store: TCPStore) -> None:
     time.sleep(0.1)
     assert beat_of(store) == last
     assert last is not None
-    assert last.phase == "start"
+    assert last.phase == "ended"
 
 
 def test_who_has_not_begun_is_not_waited_for(store: TCPStore, heartbeat: Heartbeat) -> None:

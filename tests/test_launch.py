@@ -214,19 +214,26 @@ def test_the_cause_is_told_by_signal_and_log(
     assert find_cause(failures) is failures[guilty]
 
 
+def hangs(worker: Worker, reason: str) -> WorkerFailed:
+    return WorkerFailed(worker, -signal.SIGKILL, reason)
+
+
 def test_a_worker_that_hangs_is_killed_and_has_failed(tmp_path: Path) -> None:
     hanging = python("A.rank0", PARENT.format(code=DEAF) + WAIT, tmp_path)
     done = python("B.rank0", "", tmp_path)
 
-    def find_hung() -> dict[str, str]:
-        hung = {"B.rank0": "has ended, which is no hanging", "A.rank7": "is nobody"}
-        if "deaf" in hanging.log.read_text():
-            hung["A.rank0"] = "has given no sign of life for 32 s (last: update of step 7)"
-        return hung if done.log.exists() and "deaf" in hanging.log.read_text() else {}
+    def find_failed() -> list[WorkerFailed]:
+        if not done.log.exists() or "deaf" not in hanging.log.read_text():
+            return []
+        return [
+            hangs(done, "has ended, which is no hanging"),
+            hangs(python("A.rank7", "", tmp_path), "is nobody"),
+            hangs(hanging, "has given no sign of life for 32 s (last: update of step 7)"),
+        ]
 
     message = r"^A.rank0 has given no sign of life for 32 s \(last: update of step 7\)$"
     with pytest.raises(WorkerFailed, match=message) as caught:
-        supervise([hanging, done], find_hung=find_hung, tick_seconds=0.1)
+        supervise([hanging, done], find_failed=find_failed, tick_seconds=0.1)
     assert caught.value.code == -signal.SIGKILL
     wait_until(lambda: gone(pid_in(hanging.log)))
 
@@ -238,13 +245,10 @@ def test_a_group_that_hangs_can_be_lost_as_well(tmp_path: Path) -> None:
         losses.append(failure)
         return True
 
+    hanging = [python(f"A.rank{i}", WAIT, tmp_path) for i in range(2)]
     supervise(
-        [
-            python("A.rank0", WAIT, tmp_path),
-            python("A.rank1", WAIT, tmp_path),
-            python("B.rank0", "", tmp_path),
-        ],
-        find_hung=lambda: {"A.rank0": "hangs", "A.rank1": "hangs"},
+        [*hanging, python("B.rank0", "", tmp_path)],
+        find_failed=lambda: [hangs(worker, "hangs") for worker in hanging],
         on_loss=on_loss,
     )
     assert [str(failure) for failure in losses] == ["A.rank0 hangs"]

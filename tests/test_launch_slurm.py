@@ -1,7 +1,8 @@
 """What Slurm says, read: nodes, ends of steps, partitions; and how a step is asked for."""
 
+import os
 import signal
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from megatron_hacpo.config import ConfigError, load
 from megatron_hacpo.launch import slurm, submit
 from megatron_hacpo.launch.cause import find_cause
 from megatron_hacpo.launch.placement import DoesNotFit, Node, place
-from megatron_hacpo.launch.slurm import Job, SlurmJob, count_gpus, current_job, how_it_ended, numbers
+from megatron_hacpo.launch.slurm import Job, SlurmJob, current_job, how_it_ended, numbers
 from megatron_hacpo.launch.supervise import Worker
 
 SERVER = "agents.A.rollout={engine: sglang, sglang: {python: /p}}"
@@ -21,13 +22,16 @@ def job(*devices: int, ids: tuple[str, ...] = ("7",)) -> Job:
     room = nodes(*devices)
     if len(ids) > 1:
         room = [Node(node.name, node.devices, i) for i, node in enumerate(room)]
-    return Job("7", ids, tuple(room), True, 0)
+    return Job("7", ids, tuple(replace(node, has_gpus=True) for node in room), 0)
 
 
 @pytest.fixture
 def machines(monkeypatch: pytest.MonkeyPatch) -> SlurmJob:
-    monkeypatch.setattr(slurm, "own_address", lambda towards: f"address towards {towards}")
-    return SlurmJob(job(2, 2))
+    monkeypatch.setattr(slurm, "own_address", lambda towards: f"towards {towards}")
+    monkeypatch.setattr(slurm, "_ask", lambda *command: f"NodeName={command[-1]} NodeAddr=10.0.0.2 X=1\n")
+    made = SlurmJob(job(2, 2))
+    assert made.host == "towards 10.0.0.2"
+    return made
 
 
 def test_lists_of_numbers() -> None:
@@ -53,9 +57,9 @@ def test_how_a_task_ended(text: str, expected: tuple[int, str | None]) -> None:
 
 
 def test_gpus_in_lists_of_generic_resources() -> None:
-    assert count_gpus("gpu:8(IDX:0-7)") == 8
-    assert count_gpus("gpu:h100:4(S:0-1),shard:h100:32(S:0),gpu:mig-1g.5gb:7(S:0)") == 11
-    assert count_gpus("(null)") == 0
+    assert submit.count_gpus("gpu:8(IDX:0-7)") == 8
+    assert submit.count_gpus("gpu:h100:4(S:0-1),shard:h100:32(S:0),gpu:mig-1g.5gb:7(S:0)") == 11
+    assert submit.count_gpus("(null)") == 0
 
 
 def test_nodes_and_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,21 +79,31 @@ def test_nodes_and_their_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SLURM_HET_SIZE", "SLURM_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_JOB_ID", "9")
+    monkeypatch.setenv("SLURMD_NODENAME", "c1")
     plain = current_job()
-    assert (plain.nodes, plain.has_gpus, plain.restarts) == ((Node("c1", 5), Node("c2", 5)), False, 0)
+    assert (plain.nodes, plain.restarts) == ((Node("c1", 5), Node("c2", 5)), 0)
     monkeypatch.setenv("SLURM_JOB_ID", "5")
+    monkeypatch.setenv("SLURMD_NODENAME", "a1")
     monkeypatch.setenv("SLURM_HET_SIZE", "2")
     monkeypatch.setenv("SLURM_JOB_ID_HET_GROUP_0", "5")
     monkeypatch.setenv("SLURM_JOB_ID_HET_GROUP_1", "6")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     het = current_job()
-    assert het.nodes == (Node("a1", 8), Node("a2", 8), Node("a3", 4), Node("b1", 1, 1))
-    assert (het.id, het.ids, het.has_gpus, het.requeued) == ("5", ("5", "6"), True, True)
+    gpus = {"a1": (8, 0), "a2": (8, 0), "a3": (4, 0), "b1": (1, 1)}
+    assert het.nodes == tuple(Node(name, *numbers, has_gpus=True) for name, numbers in gpus.items())
+    assert (het.id, het.ids, het.restarts) == ("5", ("5", "6"), 1)
+    monkeypatch.setenv("SLURMD_NODENAME", "a2")
+    with pytest.raises(ConfigError, match="this is a2, but the job's first node is a1"):
+        current_job()
+    said["b1"] = "a1"
+    monkeypatch.setenv("SLURMD_NODENAME", "a1")
+    with pytest.raises(ConfigError, match="two components of the job share a node"):
+        current_job()
 
 
 def test_outside_of_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with pytest.raises(ConfigError, match="--slurm: this is no Slurm job"):
+    with pytest.raises(ConfigError, match="--slurm: this is no batch script"):
         current_job()
 
 
@@ -114,6 +128,7 @@ def test_a_step_for_each_agent_and_server(
     assert command[:6] == [
         *("srun", "--job-name=A", "--nodelist=n0", "--nodes=1", "--ntasks=2", "--ntasks-per-node=2")
     ]
+    assert {"--gpus-per-node=2", "--gpu-bind=none", *slurm.OPTIONS} <= set(command)
     assert command[command.index(f"--output={logs}/A.rank%t.log") :] == [
         f"--output={logs}/A.rank%t.log",
         *("--container-image=i.sqsh", "--container-mounts=/a b", "apptainer", "exec", "--nv", "i.sif"),
@@ -128,27 +143,26 @@ def test_a_step_for_each_agent_and_server(
         machines.workers(load(PAIR, ["run.dir=100%"]), [], "h:1", 0)
 
 
-def test_the_jobs_options_are_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "own_address", lambda towards: "h")
+def test_the_jobs_options_are_not_the_steps(machines: SlurmJob, monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = (
         "SLURM_GPUS",
         "SLURM_NTASKS",
         "SLURM_CPUS_PER_TASK",
         "SLURM_MEM_PER_NODE",
         "SLURM_GPUS_PER_NODE",
+        "SRUN_CPUS_PER_TASK",
+        "SLURM_STEP_GRES",
+        "SLURM_LABELIO",
     )
     ours = ("SLURM_JOB_ID", "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURM_JOB_NODELIST", "SLURM_CONF")
     for name in theirs + ours:
         monkeypatch.setenv(name, "1")
-    import os
-
     SlurmJob(job(2, 2))
     assert not set(theirs) & set(os.environ)
     assert set(ours) <= set(os.environ)
 
 
-def test_components_are_named_to_srun(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(slurm, "own_address", lambda towards: "h")
+def test_components_are_named_to_srun(machines: SlurmJob, tmp_path: Path) -> None:
     machines = SlurmJob(job(2, 2, ids=("7", "8")))
     config = load(PAIR, [f"run.dir={tmp_path}"])
     a, b = machines.workers(config, place(config, machines.nodes), "h:1", 0)
@@ -163,7 +177,7 @@ def test_components_are_named_to_srun(monkeypatch: pytest.MonkeyPatch, tmp_path:
     ]
 
 
-def read(machines: SlurmJob, folder: Path, code: int, text: str) -> list[str]:
+def read(machines: SlurmJob, folder: Path, code: int | None, text: str) -> list[str]:
     """The failures of agent A's step, whose srun has printed `text`."""
     config = load(PAIR, [f"run.dir={folder}", "run.name=r", "agents.A.parallel.data=2"])
     worker = machines.workers(config, place(config, machines.nodes), "h:1", 0)[0]
@@ -193,10 +207,17 @@ def read(machines: SlurmJob, folder: Path, code: int, text: str) -> list[str]:
          ["A exited with code 1"]),
     ],
 )  # fmt: skip
-def test_failures_of_a_step(
+def test_failures_of_a_step_that_has_ended(
     machines: SlurmJob, tmp_path: Path, code: int, text: str, expected: list[str]
 ) -> None:
     assert read(machines, tmp_path, code, text) == expected
+
+
+def test_failures_are_known_before_a_step_has_ended(machines: SlurmJob, tmp_path: Path) -> None:
+    """It stays until all its tasks are gone, which may take a minute."""
+    assert read(machines, tmp_path, None, "srun: error: something else\n") == []
+    killed = "srun: error: n0: task 1: Killed\n"
+    assert read(machines, tmp_path, None, killed) == ["A.rank1 was killed by SIGKILL"]
 
 
 def test_a_lost_node_is_blamed_before_those_who_notice(machines: SlurmJob, tmp_path: Path) -> None:
@@ -225,22 +246,28 @@ def test_what_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     small = submit.request(config, submit.NodeKind(8, 64))
     assert (small.nodes, small.gpus) == (1, 4)
     assert submit.request(config, submit.NodeKind(2, 64)).nodes == 2
-    assert submit.request(config, submit.NodeKind(0, 2)).command(Path("s.sh"), ["c"], ["--time=1"]) == [
-        *("sbatch", "--nodes=2", "--time=1", "s.sh", "c")
-    ]
+    asked = submit.request(config, submit.NodeKind(0, 2)).command(Path("s.sh"), ["c"], ["--time=1"])
+    assert asked == ["sbatch", "--nodes=2", "--gpus-per-node=0", "--time=1", "s.sh", "c"]
 
 
 def test_partitions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The default one, the one that env.sh names, and the one of an option."""
+    script, environment = tmp_path / "job.sh", tmp_path / "env.sh"
+    environment.write_text("")
     sinfo = tmp_path / "sinfo"
     sinfo.write_text(
-        f"#!{sys.executable}\nimport sys\nprint('cpu|9|(null)|64')\n"
-        "print('gpu*|3|gpu:a100:4(S:0-1)|128+')\nprint('gpu*|30|gpu:h100:8(S:0-1)|96')\n"
+        '#!/bin/bash\n[ -z "$3" ] && echo "cpu|9|(null)|64" && echo "gpu*|3|gpu:a100:4(S:0-1)|128+" '
+        '&& echo "gpu*|30|gpu:h100:8(S:0-1)|96"\n'
+        '[ "$3" = --partition=small ] && echo "small|1|gpu:1|4"\n'
+        '[ "$3" = --partition=big ] && echo "big|2|gpu:16|4"\ntrue\n'
     )
     sinfo.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("SBATCH_PARTITION", raising=False)
-    assert submit.usual_nodes([]) == submit.NodeKind(8, 96)
-    sinfo.unlink()
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="sinfo: not found"):
-        submit.usual_nodes([])
+    assert submit.usual_nodes([], script) == submit.NodeKind(8, 96)
+    environment.write_text("export SBATCH_PARTITION=small\n")
+    assert submit.usual_nodes([], script) == submit.NodeKind(1, 4)
+    assert submit.usual_nodes(["--time=1", "-p big"], script) == submit.NodeKind(16, 4)
+    assert submit.usual_nodes(["--partition=big"], script) == submit.NodeKind(16, 4)
+    with pytest.raises(ConfigError, match="sinfo: no partition none; where Slurm is, name a partition"):
+        submit.usual_nodes(["--partition=none"], script)

@@ -17,8 +17,8 @@ from megatron_hacpo.process.heartbeat import Beat
 ROOT = Path(__file__).parent.parent
 
 
-def beat(store: HashStore, name: str, number: int, step: int = 7) -> None:
-    made = Beat(name=name, pid=1, host="h", step=step, phase="update", number=number, since=0.0)
+def beat(store: HashStore, name: str, number: int, step: int = 7, phase: str = "update") -> None:
+    made = Beat(name=name, pid=1, host="h", step=step, phase=phase, number=number, since=0.0)
     store.set(f"beats/{name}", msgspec.json.encode(made).decode())
 
 
@@ -60,6 +60,16 @@ def test_a_process_that_beats_but_stays_in_one_phase_hangs() -> None:
     assert str(hung[0]) == "A.rank0 has been at update of step 7 for 995 s (exchange.timeout_minutes)"
 
 
+def test_one_that_never_began_hangs_and_one_that_has_ended_does_not() -> None:
+    store = HashStore()
+    liveness = Liveness(store, ["A.rank0", "B.rank0"], stale_seconds=30.0, phase_seconds=600.0)
+    for second in range(0, 700, 5):
+        beat(store, "A.rank0", 7, phase="ended")
+        hung = liveness.look(float(second))
+        assert [h.name for h in hung] == (["B.rank0"] if second > 600 else [])
+    assert str(hung[0]) == "B.rank0 has not started within 695 s (exchange.timeout_minutes)"
+
+
 BEATING = """
 import os, sys
 from megatron_hacpo.process.heartbeat import Heartbeat
@@ -83,11 +93,12 @@ def test_a_stopped_process_is_found_and_killed(tmp_path: Path) -> None:
             pids.append(int(log.read_text()))
             os.kill(pids[0], signal.SIGSTOP)
 
-    def find_hung() -> dict[str, str]:
-        return {silent.name: silent.reason for silent in liveness.look(time.monotonic())}
+    def find_failed() -> list[WorkerFailed]:
+        hung = liveness.look(time.monotonic())
+        return [WorkerFailed(worker, -signal.SIGKILL, silent.reason) for silent in hung]
 
     message = r"^A.rank0 has given no sign of life for \d s \(last: rollout of step 3\)$"
     with pytest.raises(WorkerFailed, match=message) as caught:
-        supervise([worker], on_tick=stop_once, find_hung=find_hung, tick_seconds=0.1)
+        supervise([worker], on_tick=stop_once, find_failed=find_failed, tick_seconds=0.1)
     assert caught.value.code == -signal.SIGKILL
     assert pids

@@ -40,6 +40,13 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield up
 
 
+@pytest.fixture
+def ipv6(tmp_path: Path) -> Iterator[Cluster]:
+    require()
+    with cluster(tmp_path / "c", cpus=8, gpus=8, ip=6) as up:
+        yield up
+
+
 class Job:
     """A submitted job. output: what it has printed."""
 
@@ -55,7 +62,12 @@ class Job:
         """arguments: the script's."""
         self._file = folder / f"{name}.out"
         self._slurm = slurm
-        environment = {**os.environ, "HACPO_LAUNCHER_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "HACPO_LAUNCHER_PYTHON": sys.executable,
+            "HACPO_CPU": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         self.id = slurm.sbatch(f"--output={self._file}", *options, script, *arguments, env=environment)
 
     @property
@@ -146,12 +158,14 @@ def test_a_node_that_is_down_ends_the_job(slurm: Cluster, tmp_path: Path) -> Non
         slurm.node_up("node2")
 
 
-def test_a_heterogeneous_job_gives_each_agent_a_component(slurm: Cluster, tmp_path: Path) -> None:
-    job = run_job(slurm, tmp_path, "het", TWO_RANKS, "run.steps=1", script=HET)
+def test_a_heterogeneous_job_gives_each_agent_a_component(ipv6: Cluster, tmp_path: Path) -> None:
+    """On nodes that have IPv6 alone."""
+    job = run_job(ipv6, tmp_path, "het", TWO_RANKS, "run.steps=1", script=HET)
     assert job.end() == JobEnd("COMPLETED", 0), job.output
     assert "node1:0-1" in job.output
     assert "node2:0" in job.output
     assert [len(run_rows(tmp_path / "het", agent)) for agent in "AB"] == [1, 1]
+    assert '"store": "[fd78::1]:' in (tmp_path / "het/launch.json").read_text()
 
 
 @pytest.mark.sglang
@@ -255,7 +269,7 @@ def test_what_cannot_run_is_refused_before_a_model_is_loaded(slurm: Cluster, tmp
             "error: agents.A.parallel: its 9 processes fit neither one node nor whole nodes in equal parts, "
         ],
         "twice": [f"error: config: {twice}:"],
-        "hidden": ["node2"],
+        "hidden": [f"error   config: {hidden}/pair.yaml"],
         "nowhere": ["error: config: no/such.yaml: node1 does not see it"],
     }
     for name, wanted in expected.items():

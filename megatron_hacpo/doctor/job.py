@@ -4,7 +4,6 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 
 import msgspec
@@ -22,10 +21,10 @@ from megatron_hacpo.launch.supervise import WorkerFailed, supervise
 from megatron_hacpo.process.network import joined, own_address
 from megatron_hacpo.process.store import connect, store_address
 
-MEET_SECONDS = 120.0
+MEET_SECONDS = 300.0
 """Nodes may start their processes so far apart."""
 
-PROBE_SECONDS = 600.0
+PROBE_SECONDS = 900.0
 LOG_LINES = 20
 
 
@@ -71,11 +70,12 @@ def examine_nodes(config: RunConfig, file: Path, machines: SlurmJob, console: Co
             lines = failed.worker.log.read_text(encoding="utf-8", errors="replace").splitlines()
             raise ConfigError(
                 [
-                    "nodes: a process that looks at a node has failed; its Python is HACPO_PYTHON of "
-                    "slurm/env.sh, and every node must see it; the end of its log:",
+                    f"nodes: {failed}, which looks at them; its Python is HACPO_PYTHON of slurm/env.sh, and "
+                    "every node must see it; the end of its log:",
                     *(f"  | {line}" for line in lines[-LOG_LINES:]),
                 ]
             ) from None
+    assert store.check([_key(name) for name in names]), "every process that ended well has answered"
     answers = {name: msgspec.json.decode(store.get(_key(name)), type=Answer) for name in names}
     return examine_job(
         config,
@@ -91,10 +91,10 @@ def probe(file: Path, token: Path, nodes: list[str], node: str) -> None:
     seen from here."""
     address = store_address()
     assert address is not None, "the launcher has a store"
-    store = connect(address, timedelta(seconds=MEET_SECONDS))
+    store = connect(address)
     config = resolve(parse(store.get("doctor/config").decode()))
-    report = msgspec.structs.replace(look(config, token, file), host=node)
     met = meet(store, node, nodes, own_address(address[0]), MEET_SECONDS)
+    report = msgspec.structs.replace(look(config, token, file), host=node)
     store.set(_key(node), msgspec.json.encode(Answer(report, met)).decode())
 
 

@@ -1,5 +1,6 @@
 """From what the nodes report to findings."""
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,6 +12,9 @@ from megatron_hacpo.doctor.memory import MemoryEstimate, gb
 from megatron_hacpo.doctor.node import Gpu, NodeReport
 from megatron_hacpo.doctor.shape import ITEM_BYTES, Shape, read_shapes
 from megatron_hacpo.launch.placement import Block, Node, Placement, place
+
+ON_CPUS = "HACPO_CPU"
+"""Environment variable: 1 lets a job compute without the GPUs that it has."""
 
 SHARED_MEMORY = 10**9
 """Bytes of /dev/shm that NCCL and data loaders should have."""
@@ -32,6 +36,7 @@ def judge(
     what `reach.meet` told there. Reads the models' config.json.
     """
     found = [*packages.findings(config, reports), *_gpus(reports), *_shared_memory(reports)]
+    found += _given(nodes or [], reports)
     if met is not None:
         found += _network(met)
     if config is None:
@@ -90,6 +95,18 @@ def _gpus(reports: Sequence[NodeReport]) -> Iterator[Finding]:
                 yield Finding("warning", "GPUs", f"{text}; end what takes the rest (nvidia-smi shows it)")
 
 
+def _given(nodes: Sequence[Node], reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    """GPUs that Slurm has given and torch does not see."""
+    devices = {node.name: node.devices for node in nodes if node.has_gpus}
+    for report in reports:
+        given, seen = devices.get(report.host, 0), len(report.gpus)
+        if seen >= given or os.environ.get(ON_CPUS) == "1":
+            continue
+        text = f"{report.host}: {given} are given, torch {report.versions.get('torch', '')} sees {seen}"
+        fix = "let HACPO_PYTHON have a torch with CUDA, and a container its GPUs"
+        yield Finding("error", "GPUs", f"{text}; {fix} ({ON_CPUS}=1 computes without)")
+
+
 def _kinds(gpus: Sequence[Gpu]) -> str:
     """`8 x NVIDIA H100 80GB HBM3, 85.0 GB`."""
     counts: dict[tuple[str, int], int] = {}
@@ -113,7 +130,7 @@ def _shared_memory(reports: Sequence[NodeReport]) -> Iterator[Finding]:
 def _network(met: Mapping[str, Mapping[str, str]]) -> Iterator[Finding]:
     failures = [(a, b, why) for a, others in met.items() for b, why in others.items() if why]
     for node, other, why in failures:
-        fix = "open the nodes' ports to each other, or choose the network between them (NCCL_SOCKET_IFNAME)"
+        fix = "open the nodes' ports to each other, or name the interface between them (HACPO_INTERFACE)"
         yield Finding("error", "network", f"{node} does not reach {other}: {why}; {fix}")
     if not failures:
         yield Finding("ok", "network", f"each of {len(met)} nodes reaches all others")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron_hacpo.config import AgentConfig, RunConfig
-from megatron_hacpo.doctor.finding import Finding
+from megatron_hacpo.doctor.finding import Finding, Level
 from megatron_hacpo.doctor.shape import ITEM_BYTES, Held, Shape, lengths, sequence_parts
 
 GB = 10**9
@@ -27,8 +27,8 @@ MEMORY_FRACTION = 0.85
 LOCAL_BATCH = 1024
 """Responses that the local engine generates at once."""
 
-FULL = 0.95
-"""Of a GPU; an estimate above it is a warning, one above all of it an error."""
+FULL, HOPELESS = 0.95, 1.25
+"""Of a GPU; an estimate above the first is a warning, above the second, beyond its uncertainty, an error."""
 
 FEW = 0.5
 """Of the concurrent responses, whose cache should fit."""
@@ -338,7 +338,8 @@ def _judged(subject: str, total: int, found: MemoryEstimate, parts: dict[str, in
         return Finding("ok", subject, text)
     if total <= size:
         return Finding("warning", subject, f"{text}: nearly all; {fix}")
-    return Finding("error", subject, f"{text}: {gb(total - size)} too much; {fix}")
+    level: Level = "error" if total > HOPELESS * size else "warning"
+    return Finding(level, subject, f"{text}: {gb(total - size)} too much; {fix}")
 
 
 def _fixes(key: str, settings: AgentConfig) -> str:

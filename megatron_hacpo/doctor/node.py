@@ -23,7 +23,8 @@ SERVER_PACKAGES = ("sglang", "torch")
 """Of the environment of rollout servers."""
 
 SHARED_MEMORY = Path("/dev/shm")
-_LOOK_SECONDS = 60
+_LOOK_SECONDS = 300
+"""A first import from a busy file system takes minutes."""
 
 _VERSIONS = """
 import json, sys

@@ -2,6 +2,7 @@
 
 import fcntl
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,10 +38,16 @@ def lock_run(config: RunConfig) -> TextIO:
         ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(
             [f"run.name: {config.run.name}: a run of this name is going on; choose another name"]
         ) from None
+    except OSError as error:  # a file system that is mounted without locks
+        print(
+            f"warning: run.dir: {config.run.dir}: cannot be locked ({error.strerror}); see to it yourself "
+            f"that no two runs are called {config.run.name}",
+            file=sys.stderr,
+        )
     return file
 
 

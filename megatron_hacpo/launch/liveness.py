@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_hacpo.process.heartbeat import Beat, read_beats
+from megatron_hacpo.process.heartbeat import ENDED, Beat, read_beats
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
 LONGEST_LOOK_SECONDS = 5.0
 """Time between two looks that counts at most: all may have been suspended together with the launcher."""
+
+
+UNLIMITED = ("evaluate", "serve")
+"""Phases in which nobody is waited for."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,25 @@ class Liveness:
         """Processes that have been silent, or in one phase, for too long; `now` is of `time.monotonic`. To be
         called often.
 
-        Before its first beat a process is not silent: starting takes long. One that has ended is: the caller
-        knows which still run.
+        Before its first beat a process is not silent, since starting takes long, nor after its last.
         """
         if self._looked is not None:
             self._watched += min(now - self._looked, LONGEST_LOOK_SECONDS)
         self._looked = now
         hung = []
         for name, beat in read_beats(self._store, self._names).items():
-            if beat is not None and (reason := self._judge(name, beat)):
+            if (reason := self._judge(name, beat)) is not None:
                 hung.append(Hung(name, reason))
         return hung
 
-    def _judge(self, name: str, beat: Beat) -> str | None:
-        now, phase = self._watched, (beat.step, beat.phase)
+    def _judge(self, name: str, beat: Beat | None) -> str | None:
+        now = self._watched
+        if beat is None:
+            late = now > self._phase_seconds
+            return f"has not started within {now:.0f} s (exchange.timeout_minutes)" if late else None
+        if beat.phase == ENDED:
+            return None
+        phase = (beat.step, beat.phase)
         seen = self._seen.setdefault(name, _Seen(beat.number, phase, now, now))
         if beat.number != seen.number:
             seen.number, seen.number_since = beat.number, now
@@ -76,7 +85,8 @@ class Liveness:
             seen.phase, seen.phase_since = phase, now
         if (silent := now - seen.number_since) > self._stale_seconds:
             return f"has given no sign of life for {silent:.0f} s (last: {beat.phase} of step {beat.step})"
-        if (stayed := now - seen.phase_since) > self._phase_seconds:
+        stayed = now - seen.phase_since
+        if stayed > self._phase_seconds and beat.phase not in UNLIMITED:
             return (
                 f"has been at {beat.phase} of step {beat.step} for {stayed:.0f} s (exchange.timeout_minutes)"
             )

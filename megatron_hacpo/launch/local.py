@@ -20,6 +20,7 @@ class ThisMachine:
         """host: address on which the processes meet."""
         self.host = host
         self.nodes: list[Node] = this_machine()
+        self.note: dict[str, str] = {}
 
     def workers(
         self, config: RunConfig, placements: Sequence[Placement], store: str, start: int
@@ -30,8 +31,8 @@ class ThisMachine:
             for rank in range(placement.world_size)
         ]
 
-    def failures(self, worker: Worker, code: int) -> list[WorkerFailed]:
-        return read_code(worker, code)
+    def failures(self, worker: Worker, code: int | None) -> list[WorkerFailed]:
+        return read_code(worker, code) if code is not None else []
 
 
 def worker(placement: Placement, rank: int, run_dir: Path, store: str, start: int) -> Worker:

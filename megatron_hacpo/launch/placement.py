@@ -10,11 +10,12 @@ from megatron_hacpo.config import AgentConfig, ConfigError, RunConfig
 @dataclass(frozen=True)
 class Node:
     """A machine of the run. devices: its GPUs that the run may use; without GPUs, how many processes.
-    component: which part of a heterogeneous job it belongs to."""
+    component: which part of a heterogeneous job it belongs to. has_gpus: whether Slurm gives it as GPUs."""
 
     name: str
     devices: int
     component: int = 0
+    has_gpus: bool = False
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -30,7 +31,7 @@ from megatron_hacpo.launch.folder import (
     rewind_run,
 )
 from megatron_hacpo.launch.liveness import Liveness
-from megatron_hacpo.launch.placement import Node, Placement, place, rank_name
+from megatron_hacpo.launch.placement import Node, Placement, place
 from megatron_hacpo.launch.supervise import Worker, WorkerFailed, supervise
 from megatron_hacpo.launch.view import RunView
 from megatron_hacpo.process.heartbeat import STOP_KEY
@@ -51,6 +52,14 @@ LOG_LINES = 20
 """How much of a failed process's log is shown."""
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How far a run has come. complete: to its end. progressed: to a later checkpoint than it began after."""
+
+    complete: bool
+    progressed: bool
+
+
 class Machines(Protocol):
     """Where a run's processes run, and how they are started there."""
 
@@ -62,6 +71,10 @@ class Machines(Protocol):
     def nodes(self) -> Sequence[Node]: ...
 
     @property
+    def note(self) -> dict[str, str]:
+        """For `LAUNCH`."""
+
+    @property
     def blame_seconds(self) -> float:
         """As of `supervise`: within which the ends of processes that take each other along are seen."""
 
@@ -70,8 +83,9 @@ class Machines(Protocol):
     ) -> list[Worker]:
         """What to start for a run that goes on after step `start`. store: HOST:PORT where all meet."""
 
-    def failures(self, worker: Worker, code: int) -> list[WorkerFailed]:
-        """As `supervise`'s `read_end`: of the processes that a worker stands for, or its own."""
+    def failures(self, worker: Worker, code: int | None) -> list[WorkerFailed]:
+        """Of a worker, or of the processes that it stands for. code: which it has ended with; None: it has
+        not, but may know of failures already."""
 
 
 def launch(
@@ -79,12 +93,13 @@ def launch(
     console: Console,
     machines: Machines,
     *,
+    asked: Sequence[int] = (),
     overwrite: bool = False,
     resume: Resume | None = None,
-) -> bool:
+) -> Outcome:
     """Run a checked configuration; RUN_DIR/summary.json and curves.png stand there afterwards.
 
-    Returns whether it has come to its end, and was not asked to stop before.
+    asked: not empty once the run is to end in good order, as `stop_noted` gives it.
     Raises ConfigError when the run does not fit the machines, or its folder is taken or cannot be gone on
     with, WorkerFailed and Interrupted as `supervise` does.
     """
@@ -99,37 +114,38 @@ def launch(
             )
         console.print(f"{config.path} holds no run: it starts from the beginning", highlight=False)
         resume = None
-    with _stop_noted() as asked:
-        identity = check_inputs(config, console)
-        store = serve_store(machines.host)
-        lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
-        start = 0
-        if resume is not None:
-            start = rewind_run(config, identity, resume, console)
-        else:
-            prepare_run_dir(config, identity, overwrite=overwrite)
-        address = joined(machines.host, store.port)
-        write_atomically(
-            config.path / LAUNCH, json.dumps({"pid": os.getpid(), "store": address}).encode() + b"\n"
-        )
-        from_step = f", after step {start}" if start else ""
-        console.print(
-            f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps{from_step}; "
-            f"logs in {config.path}/logs",
-            highlight=False,
-        )
-        _supervise(config, console, machines, placements, store, address, start, asked)
-    done = not asked
+    identity = check_inputs(config, console)
+    store = serve_store(machines.host)
+    lock = lock_run(config)  # noqa: F841 - held until this process ends, however it ends
+    start = 0
+    if resume is not None:
+        start = rewind_run(config, identity, resume, console)
+    else:
+        prepare_run_dir(config, identity, overwrite=overwrite)
+    address = joined(machines.host, store.port)
+    write_atomically(
+        config.path / LAUNCH,
+        json.dumps({"pid": os.getpid(), "store": address, **machines.note}).encode() + b"\n",
+    )
+    from_step = f", after step {start}" if start else ""
+    console.print(
+        f"{config.run.name}: {config.algorithm.name}, {config.run.steps} steps{from_step}; "
+        f"logs in {config.path}/logs",
+        highlight=False,
+    )
+    _supervise(config, console, machines, placements, store, address, start, asked)
+    agents = current(store, config.names)
     if asked:
-        agents = current(store, config.names)
-        done = all(_last_step(config.path / agent) == config.run.steps for agent in agents)
         for line in describe_stop(config, agents):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     summary = write_summary(config.path, wall_seconds=time.monotonic() - started)
     draw_curves(config.path)
     console.print(table(summary))
     console.print(f"{summary['wall_seconds']:.0f} s; everything is in {config.path}", highlight=False)
-    return done
+    return Outcome(
+        complete=all(_last_step(config.path / agent) == config.run.steps for agent in agents),
+        progressed=max(complete_steps(config.path), default=0) > start,
+    )
 
 
 def _supervise(
@@ -143,8 +159,11 @@ def _supervise(
     asked: Sequence[int],
 ) -> None:
     """All processes of the run, from their start to their end, and what the screen shows meanwhile."""
-    ranks = [rank_name(agent.agent, rank) for agent in placements for rank in range(agent.world_size)]
-    liveness = Liveness(store, ranks, config.checks.silent_seconds, 60.0 * config.exchange.timeout_minutes)
+    workers = machines.workers(config, placements, address, start)
+    beating = {part.name: part for worker in workers for part in worker.parts or [worker]}
+    liveness = Liveness(
+        store, list(beating), config.checks.silent_seconds, 60.0 * config.exchange.timeout_minutes
+    )
     with RunView(config.path, config.names, config.run.steps, console) as view:
 
         def on_tick() -> None:
@@ -154,15 +173,26 @@ def _supervise(
                 store.set(STOP_KEY, "")
             view.tick()
 
+        def find_failed() -> list[WorkerFailed]:
+            told = [failure for worker in workers for failure in machines.failures(worker, None)]
+            hung = liveness.look(time.monotonic())
+            return [*told, *(WorkerFailed(beating[h.name], -signal.SIGKILL, h.reason) for h in hung)]
+
         supervise(
-            machines.workers(config, placements, address, start),
+            workers,
             on_tick=on_tick,
-            find_hung=lambda: {hung.name: hung.reason for hung in liveness.look(time.monotonic())},
+            find_failed=find_failed,
             on_loss=partial(_lose, config, store, view, console),
             read_end=machines.failures,
             blame=find_cause,
             blame_seconds=machines.blame_seconds,
         )
+
+
+def launched_by(config: RunConfig, note: dict[str, str]) -> bool:
+    """Whether the run's folder was last launched on machines with this note."""
+    file = config.path / LAUNCH
+    return file.is_file() and json.loads(file.read_text()).items() >= note.items()
 
 
 def _saves(config: RunConfig) -> bool:
@@ -197,7 +227,7 @@ def _last_step(folder: Path) -> int:
 
 
 @contextmanager
-def _stop_noted() -> Iterator[list[int]]:
+def stop_noted() -> Iterator[list[int]]:
     """What of SIGUSR1 came: the wish that the run ends in good order, as before a time limit."""
     received: list[int] = []
     previous = signal.signal(signal.SIGUSR1, lambda signum, frame: received.append(signum))

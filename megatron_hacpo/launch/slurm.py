@@ -15,6 +15,7 @@ from megatron_hacpo.config import ConfigError, RunConfig
 from megatron_hacpo.launch.folder import CONFIG
 from megatron_hacpo.launch.local import defaults, train_command
 from megatron_hacpo.launch.placement import Block, DoesNotFit, Node, Placement, nodes_needed, place, rank_name
+from megatron_hacpo.launch.submit import SCRIPT, count_gpus
 from megatron_hacpo.launch.supervise import Process, Worker, WorkerFailed, read_code
 from megatron_hacpo.process.network import own_address
 
@@ -27,8 +28,6 @@ SRUN_OPTIONS = "HACPO_SRUN_OPTIONS"
 WRAPPER = "HACPO_WRAPPER"
 """Environment variable: a command that runs another one in a container, before everything in a step."""
 
-SCRIPT = "slurm/hacpo_multinode.sh"
-
 OPTIONS = (
     "--overlap",  # steps share the job's nodes; who has which device is the placement's business
     "--overcommit",  # a step's processes need not have a CPU each of the job's tasks
@@ -38,12 +37,14 @@ OPTIONS = (
     "--distribution=block",
     "--export=ALL",
     "--input=none",
+    "--mpi=none",
     "--open-mode=truncate",
 )
 
 TAKEN_FOR_OPTIONS = re.compile(
     r"SLURM_(?:CPUS_PER_|GPUS$|GPUS_PER_|GPU_|NTASKS|TASKS_PER_NODE$|TRES_|MEM_|CPU_|DISTRIBUTION$|EXACT$"
-    r"|EXCLUSIVE$|WHOLE$|HINT$|THREADS_PER_CORE$|THREAD_SPEC$|CORE_SPEC$|GRES$|NPROCS$)"
+    r"|EXCLUSIVE$|WHOLE$|HINT$|THREADS_PER_CORE$|THREAD_SPEC$|CORE_SPEC$|GRES$|STEP_GRES$|NPROCS$|LABELIO$)"
+    r"|SRUN_CPUS_PER_TASK$"
 )
 """Variables of a job that srun would take for options of every step, though they are the job's."""
 
@@ -57,36 +58,36 @@ _TERMINATING = re.compile(r"^srun: .*Terminating (?:Job)?Step", re.MULTILINE | r
 """From here on srun ends the tasks itself."""
 
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+)(?: Mem=\S+)?(?: GRES=(\S*))?")
-_GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
 
 
 @dataclass(frozen=True)
 class Job:
     """The job that this process runs in. id: Slurm's; ids: of its components, if it is a heterogeneous one.
-    has_gpus: whether the nodes' devices are GPUs. restarts: how often it was requeued."""
+    restarts: how often it was requeued."""
 
     id: str
     ids: tuple[str, ...]
     nodes: tuple[Node, ...]
-    has_gpus: bool
     restarts: int
-
-    @property
-    def requeued(self) -> bool:
-        return self.restarts > 0
 
 
 def current_job() -> Job:
     """ConfigError outside a job's batch script."""
-    job = os.environ.get("SLURM_JOB_ID")
-    if job is None:
-        raise ConfigError(["--slurm: this is no Slurm job; submit slurm/hacpo_multinode.sh with sbatch"])
+    job, here = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURMD_NODENAME")
+    if job is None or here is None:
+        raise ConfigError(
+            ["--slurm: this is no batch script of a Slurm job; sbatch slurm/hacpo_multinode.sh"]
+        )
     components = int(os.environ.get("SLURM_HET_SIZE", "1"))
     ids = tuple(os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{i}", job) for i in range(components))
     described = [_ask("scontrol", "show", "job", "--details", "--oneliner", one) for one in ids]
     nodes = tuple(node for i, text in enumerate(described) for node in read_nodes(_own(text, ids[i]), i))
-    has_gpus = any(count_gpus(gres) for text in described for _, _, gres in _NODES.findall(text))
-    return Job(job, ids, nodes, has_gpus, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    names = [node.name for node in nodes]
+    if here != names[0]:
+        raise ConfigError([f"--slurm: this is {here}, but the job's first node is {names[0]}; use sbatch"])
+    if len(set(names)) < len(names):
+        raise ConfigError(["--slurm: two components of the job share a node; add --exclusive to each"])
+    return Job(job, ids, nodes, int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def read_nodes(description: str, component: int) -> Iterator[Node]:
@@ -95,7 +96,7 @@ def read_nodes(description: str, component: int) -> Iterator[Node]:
     for names, cpus, gres in _NODES.findall(description):
         gpus = count_gpus(gres)
         for name in _ask("scontrol", "show", "hostnames", names).split():
-            yield Node(name, gpus or _count(cpus), component)
+            yield Node(name, gpus or len(numbers(cpus)), component, has_gpus=gpus > 0)
 
 
 def place_in(job: Job, config: RunConfig, arguments: Sequence[str]) -> list[Placement]:
@@ -106,13 +107,15 @@ def place_in(job: Job, config: RunConfig, arguments: Sequence[str]) -> list[Plac
     try:
         return place(config, job.nodes)
     except DoesNotFit as error:
+        if len(job.ids) > 1:
+            raise
         devices = max(node.devices for node in job.nodes)
         try:
             nodes = nodes_needed(config, devices)
         except DoesNotFit:
             raise error from None
-        per_node = [f"--gpus-per-node={devices}"] if job.has_gpus else []
-        line = shlex.join(["sbatch", f"--nodes={nodes}", *per_node, SCRIPT, *arguments])
+        per_node = [f"--gpus-per-node={devices}"] if job.nodes[0].has_gpus else []
+        line = shlex.join(["sbatch", f"--nodes={nodes}", *per_node, str(SCRIPT), *arguments])
         raise DoesNotFit([*error.lines, f"it fits {nodes} such nodes: {line}"]) from None
 
 
@@ -125,8 +128,9 @@ class SlurmJob:
         """Raises ValueError for an interface that is not there."""
         self.job = job
         self.nodes = job.nodes
-        others = [node.name for node in job.nodes[1:]]
-        self.host = own_address(others[0]) if others else "127.0.0.1"
+        self.note = {"job": job.id}
+        others = job.nodes[1:]
+        self.host = own_address(_address(others[0].name)) if others else "127.0.0.1"
         for variable in [name for name in os.environ if TAKEN_FOR_OPTIONS.match(name)]:
             del os.environ[variable]
 
@@ -147,12 +151,12 @@ class SlurmJob:
         ]
         return agents + servers
 
-    def failures(self, worker: Worker, code: int) -> list[WorkerFailed]:
+    def failures(self, worker: Worker, code: int | None) -> list[WorkerFailed]:
         """The tasks that srun saw end by themselves; those that it ended then say nothing. Nor does its exit
         code: it is the largest of all tasks', and 0 where a node was lost or a task could not be started."""
-        text = worker.log.read_text(encoding="utf-8", errors="replace")
+        text = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.is_file() else ""
         if (lost := _NODE_FAILED.search(text)) is not None:
-            return [WorkerFailed(worker, code, f"has lost its node {lost[1]}")]
+            return [WorkerFailed(worker, code or 0, f"has lost its node {lost[1]}")]
         told = text[: end.start()] if (end := _TERMINATING.search(text)) else text
         parts = worker.parts or (worker,)
         ends = [
@@ -160,6 +164,8 @@ class SlurmJob:
             for tasks, how in _ENDED.findall(told)
             for task in numbers(tasks)
         ]
+        if code is None:
+            return ends
         if not ends and code == 0 and (error := _ERROR.search(text)) is not None:
             return [WorkerFailed(worker, code, f"was not started: {error[1]}")]
         return ends or read_code(worker, code)
@@ -230,19 +236,23 @@ class SlurmJob:
         ]
         if len(self.job.ids) > 1:
             shape.append(f"--het-group={component}")
+        if blocks[0].node.has_gpus:  # all of the job's: each process takes its own by number
+            gpus = min(block.node.devices for block in blocks)
+            shape += [f"--gpus-per-node={gpus}", "--gpu-bind=none"]
         more = shlex.split(os.environ.get(SRUN_OPTIONS, ""))
         wrapper = shlex.split(os.environ.get(WRAPPER, ""))
         return ["srun", f"--job-name={name}", *shape, *OPTIONS, *options, *more, *wrapper]
 
 
-def count_gpus(gres: str) -> int:
-    """In a list of generic resources, such as gpu:h100:8(IDX:0-7)."""
-    return sum(int(count) for count in _GPUS.findall(gres))
-
-
 def in_container() -> bool:
     """Whether steps may see other files than this process."""
     return bool(os.environ.get(WRAPPER) or os.environ.get(SRUN_OPTIONS))
+
+
+def _address(node: str) -> str:
+    """Where other nodes reach a node: its name in Slurm need not be one that anybody else knows."""
+    found = re.search(r"\bNodeAddr=(\S+)", _ask("scontrol", "show", "node", "--oneliner", node))
+    return found[1] if found else node
 
 
 def requeue(job: Job) -> None:
@@ -269,10 +279,6 @@ def numbers(text: str) -> list[int]:
     """Those of a list such as 0,2-4."""
     ends = [part.partition("-") for part in text.split(",")]
     return [i for first, _, last in ends for i in range(int(first), int(last or first) + 1)]
-
-
-def _count(text: str) -> int:
-    return len(numbers(text))
 
 
 def _own(description: str, job: str) -> str:

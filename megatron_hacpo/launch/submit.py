@@ -1,6 +1,6 @@
 """`hacpo submit`: how many nodes and GPUs a run needs, and the sbatch that asks for them."""
 
-import os
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ from pathlib import Path
 
 from megatron_hacpo.config import ConfigError, RunConfig
 from megatron_hacpo.launch.placement import Node, Placement, devices_needed, nodes_needed, place
-from megatron_hacpo.launch.slurm import count_gpus
 
 SCRIPT = Path("slurm/hacpo_multinode.sh")
+
+_GPUS = re.compile(r"\bgpu:(?:[^:,()]+:)?(\d+)")
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class NodeKind:
 
 @dataclass(frozen=True)
 class Request:
-    """An allocation. gpus: per node; 0: none are asked for."""
+    """An allocation. gpus: per node."""
 
     nodes: int
     gpus: int
@@ -36,8 +37,8 @@ class Request:
 
     def command(self, script: Path, arguments: Sequence[str], options: Sequence[str] = ()) -> list[str]:
         """sbatch, for a script with its arguments; `options` are sbatch's and come last, so that they win."""
-        gpus = [f"--gpus-per-node={self.gpus}"] if self.gpus else []
-        return ["sbatch", f"--nodes={self.nodes}", *gpus, *options, str(script), *arguments]
+        shape = [f"--nodes={self.nodes}", f"--gpus-per-node={self.gpus}"]
+        return ["sbatch", *shape, *options, str(script), *arguments]
 
 
 def request(config: RunConfig, kind: NodeKind) -> Request:
@@ -48,29 +49,39 @@ def request(config: RunConfig, kind: NodeKind) -> Request:
     return Request(nodes, devices if kind.gpus else 0, placements)
 
 
-def usual_nodes(options: Sequence[str]) -> NodeKind:
+def usual_nodes(options: Sequence[str], script: Path) -> NodeKind:
     """What most nodes have of the partition that sbatch would take with `options`. Raises ConfigError."""
-    named = [option.partition("=")[2] for option in options if option.startswith("--partition=")]
-    partition = named[-1] if named else os.environ.get("SBATCH_PARTITION")
-    command = ["sinfo", "--noheader", "--format=%P|%D|%G|%c"]
-    command += [f"--partition={partition}"] if partition else []
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        raise ConfigError(["sinfo: not found; run this where Slurm is, or give --gpus-per-node"]) from None
+    named = re.findall(r"(?:^| )(?:--partition|-p)[= ]?(\S+)", " ".join(options))
+    shell = (
+        'P=${1:-${SBATCH_PARTITION:-}}; exec sinfo --noheader --format="%P|%D|%G|%c" ${P:+--partition="$P"}'
+    )
+    done = _with_env(["bash", "-c", shell, "bash", *named[-1:]], script)
     lines = [line.split("|") for line in done.stdout.splitlines()]
-    lines = [line for line in lines if partition or line[0].endswith("*")] or lines
+    lines = [line for line in lines if line[0].endswith("*")] or lines
     if done.returncode != 0 or not lines:
-        wrong = done.stderr.strip() or f"no partition {partition or ''}".strip()
-        raise ConfigError([f"sinfo: {wrong}; name a partition with --sbatch=--partition=NAME"])
+        wrong = done.stderr.strip() or f"no partition {' '.join(named[-1:])}".strip()
+        raise ConfigError([f"sinfo: {wrong}; where Slurm is, name a partition: --sbatch=--partition=NAME"])
     _, _, gres, cpus = max(lines, key=lambda line: int(line[1]))
     return NodeKind(count_gpus(gres), int(cpus.rstrip("+")))
 
 
-def submit(command: Sequence[str], script: Path) -> int:
-    """Run sbatch with what `env.sh` beside the script sets; its exit code."""
-    shell = 'source "$1" && shift && exec "$@"'
-    return subprocess.run(["bash", "-c", shell, "bash", str(script.with_name("env.sh")), *command]).returncode
+def submit(command: Sequence[str], script: Path) -> subprocess.CompletedProcess[str]:
+    """Run sbatch."""
+    return _with_env(command, script)
+
+
+def _with_env(command: Sequence[str], script: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command with what `env.sh` beside the script sets."""
+    shell = 'source "$0" && exec "$@"'
+    environment = str(script.with_name("env.sh"))
+    return subprocess.run(
+        ["bash", "-c", shell, environment, *command], capture_output=True, text=True, check=False
+    )
+
+
+def count_gpus(gres: str) -> int:
+    """In a list of generic resources, such as gpu:h100:8(IDX:0-7)."""
+    return sum(int(count) for count in _GPUS.findall(gres))
 
 
 def shown(command: Sequence[str]) -> str:

@@ -86,7 +86,7 @@ def supervise(
     workers: Sequence[Worker],
     *,
     on_tick: Callable[[], None] = lambda: None,
-    find_hung: Callable[[], Mapping[str, str]] = dict,
+    find_failed: Callable[[], Sequence[WorkerFailed]] = tuple,
     on_loss: Callable[[str, WorkerFailed], bool] = lambda group, failure: False,
     read_end: Callable[[Worker, int], Sequence[WorkerFailed]] = read_code,
     blame: Callable[[Sequence[WorkerFailed]], WorkerFailed] = lambda failures: failures[0],
@@ -97,8 +97,8 @@ def supervise(
     """Start all workers and wait until each has ended well. To be called from the main thread.
 
     on_tick: called about every `tick_seconds` while they run.
-    find_hung: called as often; names of workers, or of their parts, that hang, each with what is wrong with
-        it (`has ...`). Those that still run are killed and have failed. Other names are ignored.
+    find_failed: called as often; failures of workers, or of their parts, that have not ended, as of one that
+        hangs. Workers that still run are killed for it; failures of others are ignored.
     on_loss: called with a group and the failure to blame in it, unless no other group is left. True: the
         group's other workers are killed, and the other groups go on; it is not waited for any more.
     read_end: the failures that a worker's end with an exit code means; by default one if it is not 0.
@@ -118,7 +118,15 @@ def supervise(
             for worker in workers:
                 processes.append(_Process(worker))
             _watch(
-                processes, received, on_tick, find_hung, on_loss, read_end, blame, tick_seconds, blame_seconds
+                processes,
+                received,
+                on_tick,
+                find_failed,
+                on_loss,
+                read_end,
+                blame,
+                tick_seconds,
+                blame_seconds,
             )
         finally:
             _stop(processes, received, grace_seconds)
@@ -128,7 +136,7 @@ def _watch(
     processes: Sequence[_Process],
     received: Sequence[int],
     on_tick: Callable[[], None],
-    find_hung: Callable[[], Mapping[str, str]],
+    find_failed: Callable[[], Sequence[WorkerFailed]],
     on_loss: Callable[[str, WorkerFailed], bool],
     read_end: Callable[[Worker, int], Sequence[WorkerFailed]],
     blame: Callable[[Sequence[WorkerFailed]], WorkerFailed],
@@ -143,7 +151,7 @@ def _watch(
         wait([process.pidfd for process in running], timeout=tick_seconds)
         if received:
             raise Interrupted(received[0])
-        found = [*_bury_ended(running, read_end), *_give_up_hung(running, find_hung())]
+        found = [*_bury_ended(running, read_end), *_give_up_failed(running, find_failed())]
         if found and not failures:
             decide_at = time.monotonic() + blame_seconds
         failures += found
@@ -198,14 +206,15 @@ def _bury_ended(
     return failures
 
 
-def _give_up_hung(running: list[_Process], hung: Mapping[str, str]) -> list[WorkerFailed]:
-    """Kill and remove those that hang; returns their failures."""
+def _give_up_failed(running: list[_Process], found: Sequence[WorkerFailed]) -> list[WorkerFailed]:
+    """Kill and remove those that have failed; returns the failures of those that still ran."""
     failures = []
     for process in list(running):
-        if found := [part for part in (process.worker, *process.worker.parts) if part.name in hung]:
+        names = {process.worker.name, *(part.name for part in process.worker.parts)}
+        if own := [failure for failure in found if failure.worker.name in names]:
             process.give_up()
             running.remove(process)
-            failures += [WorkerFailed(part, -signal.SIGKILL, hung[part.name]) for part in found]
+            failures += own
     return failures
 
 

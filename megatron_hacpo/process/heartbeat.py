@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from megatron_hacpo.process.store import connect
+
 if TYPE_CHECKING:
     from torch.distributed import Store
 
@@ -17,6 +19,9 @@ STOP_KEY = "stop"
 """In the store: the launcher wants the run to end after a step."""
 
 CLOSE_SECONDS = 1.0
+
+ENDED = "ended"
+"""The phase of a process's last beat."""
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,10 +51,8 @@ class Heartbeat:
 
         The first phase is `start`, of step 0.
         """
-        from torch.distributed import TCPStore
-
-        # Not the main thread's connection: that does one call at a time, and waits for other processes.
-        self._store = TCPStore(*store_address, is_master=False)
+        # Not the main thread's connection, which waits for other processes.
+        self._store = connect(store_address)
         self._name = name
         self._seconds = seconds
         self._state = (0, "start", time.time())
@@ -66,7 +69,7 @@ class Heartbeat:
         self._changed.set()
 
     def close(self) -> None:
-        """Stop beating; waits for a beat under way, though not long."""
+        """Stop beating, after a last beat; waits for that, though not long."""
         atexit.unregister(self.close)
         self._closed = True
         self._changed.set()
@@ -76,9 +79,8 @@ class Heartbeat:
         number, pid, host = 0, os.getpid(), socket.gethostname()
         while True:
             self._changed.clear()  # before anything is read, so that no change goes unseen
-            if self._closed:
-                return
-            step, phase, since = self._state
+            closed = self._closed
+            step, phase, since = (self._state[0], ENDED, time.time()) if closed else self._state
             number += 1
             beat = Beat(
                 name=self._name, pid=pid, host=host, step=step, phase=phase, number=number, since=since
@@ -87,6 +89,8 @@ class Heartbeat:
                 self._store.set(_key(self._name), msgspec.json.encode(beat).decode())
             except RuntimeError:
                 return  # the launcher is gone, and this process goes with it
+            if closed:
+                return
             self._changed.wait(self._seconds)
 
 

@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import socket
+from contextlib import suppress
 
 INTERFACE = "HACPO_INTERFACE"
 """Environment variable: the network interface to use, where a machine has several."""
@@ -12,7 +13,7 @@ def own_address(towards: str) -> str:
     """This machine's address on the interface that `INTERFACE` names, else on the way to a host.
 
     towards: a name or an address. Raises ValueError for an interface that is not there or has no address,
-    and for a host without one.
+    and for a host without one or without a way to it.
     """
     interface = os.environ.get(INTERFACE)
     if not interface:
@@ -79,7 +80,10 @@ def _on_the_way_to(host: str) -> str:
         raise ValueError(
             f"{host}: has no address here ({error.strerror or error}); correct its name"
         ) from None
-    family, _, _, _, address = found[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing
-        return str(probe.getsockname()[0])
+    for family, _, _, _, address in found:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.connect(address)  # sends nothing
+            return str(probe.getsockname()[0])
+    raise ValueError(
+        f"{host}: no way leads there from {socket.gethostname()}; name an interface: {INTERFACE}"
+    )

@@ -26,7 +26,7 @@ def store_address() -> tuple[str, int] | None:
     return address
 
 
-def connect(address: tuple[str, int], timeout: timedelta) -> "TCPStore":
+def connect(address: tuple[str, int], timeout: timedelta = timedelta(minutes=5)) -> "TCPStore":
     """A connection of one's own. It does one call at a time, so a call that waits holds up the others."""
     from torch.distributed import TCPStore
 

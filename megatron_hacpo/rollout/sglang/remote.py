@@ -6,11 +6,11 @@ The leader has a `RemoteServer` for each, to be used as if it had started the se
 import asyncio
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_hacpo.config import RunConfig
+from megatron_hacpo.process.heartbeat import Heartbeat
 from megatron_hacpo.process.network import joined, own_address, use_interface_towards
 from megatron_hacpo.process.store import STORE_VARIABLE, connect, store_address
 from megatron_hacpo.rollout.sglang.client import ServerClient
@@ -22,6 +22,7 @@ from megatron_hacpo.rollout.sglang.server import (
     failure,
     last_lines,
     server_log,
+    server_name,
     server_spec,
 )
 
@@ -32,20 +33,17 @@ KEY_VARIABLE = "HACPO_SERVER_KEY"
 """Environment variable: the API key of the servers of a run whose servers are started on their nodes; not set
 where an agent's leader starts them itself."""
 
-CALL = timedelta(seconds=60)
-"""For a call of the store that waits for nobody."""
-
 ORDER_SECONDS = 0.2
 
 
 class _Keys:
-    """In the store, of one server's place. order: the number of the process that is to run there. ended and
-    kill: that a process has ended, or has to."""
+    """In the store, of one server's place. order: the number of the process that is to run there. started,
+    ended and kill, each with such a number: that the process runs, has ended, or has to end."""
 
     def __init__(self, agent: str, number: int) -> None:
         place = f"servers/{agent}/{number}"
         self.address, self.order = f"{place}/address", f"{place}/order"
-        self.ended, self.kill = f"{place}/ended", f"{place}/kill"
+        self.started, self.ended, self.kill = f"{place}/started", f"{place}/ended", f"{place}/kill"
 
 
 def serve(config: RunConfig, agent: str, number: int) -> None:
@@ -62,7 +60,7 @@ def serve(config: RunConfig, agent: str, number: int) -> None:
             "`rollout.sglang.addresses` names those that run already"
         )
     use_interface_towards(address[0])
-    store = connect(address, CALL)
+    store = connect(address)
     host = own_address(address[0])
     ports = Ports(host, 2)
     spec = server_spec(
@@ -74,6 +72,7 @@ def serve(config: RunConfig, agent: str, number: int) -> None:
         key=key,
     )
     keys = _Keys(agent, number)
+    Heartbeat(address, server_name(agent, number)).phase(0, "serve")
     store.set(keys.address, joined(host, ports.first))
     server, current = None, -1
     while True:
@@ -83,6 +82,7 @@ def serve(config: RunConfig, agent: str, number: int) -> None:
                 server.kill()
             current = ordered
             server = ManagedServer(spec, server_log(config.path, agent, number, current), ports)
+            store.set(f"{keys.started}/{current}", "")
         elif server is not None and store.check([f"{keys.kill}/{current}"]):
             server.kill()
         elif server is not None and not server.alive():
@@ -106,7 +106,10 @@ class RemoteServer:
         """As `ManagedServer.ready`."""
         deadline = time.monotonic() + seconds
         while not self._store.check([f"{self._keys.ended}/{self._current}"]):
-            if await self.client.healthy(seconds=max(5.0, POLL_SECONDS)):
+            started = self._store.check(
+                [f"{self._keys.started}/{self._current}"]
+            )  # else its predecessor answers
+            if started and await self.client.healthy(seconds=max(5.0, POLL_SECONDS)):
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(failure(self.client, self._log, f"does not answer after {seconds:g} s"))
@@ -131,7 +134,13 @@ class RemotePlace:
         self._agent, self._number = agent, number
         self._key = key
         self._keys = _Keys(agent, number)
-        self._address = store.get(self._keys.address).decode()
+        try:
+            self._address = store.get(self._keys.address).decode()
+        except RuntimeError as error:
+            name = server_name(agent, number)
+            raise RuntimeError(
+                f"{name} has not started on its node; its log is {run_dir}/logs/{name}.srun.log"
+            ) from error
         self._starts = 0
 
     def __call__(self) -> RemoteServer:

@@ -123,10 +123,15 @@ def server_spec(
     )
 
 
+def server_name(agent: str, number: int) -> str:
+    """A server's name in logs and messages."""
+    return f"{agent}.server{number}"
+
+
 def server_log(run_dir: Path, agent: str, number: int, starts: int) -> Path:
     """Of the server in place `number` after so many earlier starts."""
     again = f".{starts}" if starts else ""
-    return run_dir / "logs" / f"{agent}.server{number}{again}.log"
+    return run_dir / "logs" / f"{server_name(agent, number)}{again}.log"
 
 
 class ManagedServer:
