@@ -16,7 +16,7 @@ export HACPO_LAUNCHER_PYTHON="${HACPO_LAUNCHER_PYTHON:-$PWD/.venv/bin/python}"
 # The Python of all processes that compute. In a container, the container's.
 export HACPO_PYTHON="${HACPO_PYTHON:-$HACPO_LAUNCHER_PYTHON}"
 
-# A container with pyxis and enroot: options of every srun.
+# A container with pyxis and enroot: options of every srun. With --container-name=hacpo the steps of a node share one.
 #export HACPO_PYTHON=python
 #export HACPO_SRUN_OPTIONS="--container-image=$PWD/megatron-hacpo.sqsh --container-mounts=$PWD --container-workdir=$PWD"
 

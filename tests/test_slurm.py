@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -170,18 +171,23 @@ def test_a_heterogeneous_job_gives_each_agent_a_component(ipv6: Cluster, tmp_pat
 
 @pytest.mark.sglang
 def test_a_server_on_another_node_than_its_trainer(slurm: Cluster, tmp_path: Path) -> None:
-    """Until its step is killed."""
+    """It is killed, and comes back with the current weights; then its step is killed."""
     server = f"agents.A.rollout={{engine: sglang, sglang: {{python: {sglang_python()}, cache_tokens: 8192}}}}"
     job = run_job(slurm, tmp_path, "server", TWO_RANKS, FAR, server, options=SHARED)
     reaches(tmp_path / "server", 4, job)
     assert "node1:0-1" in job.output
     assert "node2:1" in job.output
+    assert len({row["grad_norm"] for row in run_rows(tmp_path / "server", "A")}) > 1, "weights change"
+    assert not slurm.processes("node1", "cpu_server.py")
+    for process in slurm.processes("node2", "cpu_server.py"):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    until(lambda: "SGLang server 0" in job.output and "is started again" in job.output, job)
+    reaches(tmp_path / "server", len(run_rows(tmp_path / "server", "A")) + 2, job)
+    assert (tmp_path / "server/logs/A.server0.1.log").is_file()
     for row in run_rows(tmp_path / "server", "A"):
         assert row["reward/count"] == 32
         assert row["logprob/engine_trainer_max_abs_diff"] < 1e-4
-    assert len({row["grad_norm"] for row in run_rows(tmp_path / "server", "A")}) > 1, "weights change"
-    assert slurm.processes("node2", "cpu_server.py")
-    assert not slurm.processes("node1", "cpu_server.py")
     (step,) = [p for p in slurm.processes("node2", " serve ") if p.name() != "srun"]
     step.kill()
     assert job.end(NAMED_SECONDS) == JobEnd("FAILED", 1)
