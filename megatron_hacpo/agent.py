@@ -38,16 +38,15 @@ class Agent:
     """One process of one agent. `verifiers` and `writer` live on the leader alone.
 
     index: the agent's place among the run's agents. sources: the agents whose responses it trained on last,
-    itself included; learner: its place among those. start: the step that the run goes on after. on_phase:
-    told the step and the phase that begins. asked_to_stop: whether the run is to end after a step, known to
-    the leader. stopping: whether some agent was asked.
+    itself included; learner: its place among those. on_phase: told the step and the phase that begins.
+    asked_to_stop: whether the run is to end after a step, known to the leader. stopping: whether some agent
+    was asked.
     """
 
     config: RunConfig
     name: str
     index: int
     sources: list[str]
-    start: int
     world: runtime.World
     tokenizer: AgentTokenizer
     source: PromptSource

@@ -96,7 +96,6 @@ def open_agent(config: RunConfig, name: str, start: int = 0) -> Iterator[Agent]:
         name=name,
         index=index,
         sources=sources,
-        start=start,
         world=world,
         tokenizer=tokenizers[name],
         source=source,
