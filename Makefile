@@ -59,7 +59,7 @@ slurm-packages:
 
 test-real: $(INSTALLED) $(SGLANG) $(NEWEST)/.installed slurm-packages
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt reasoning-gym
-	MEGATRON_NEWEST=$(NEWEST) $(BIN)/pytest -m "(real or sglang or slurm) and not slow" --durations=15
+	MEGATRON_NEWEST=$(NEWEST) $(BIN)/pytest -m "(real or sglang or slurm) and not slow" -n 2 --dist loadfile --durations=15
 
 clean:
 	rm -rf .venv runs/tiny-pair

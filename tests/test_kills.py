@@ -33,5 +33,11 @@ def undisturbed(folder: Path) -> dict[str, Any]:
 def test_a_run_that_is_killed_becomes_what_it_would_have_been(
     name: str, folder: Path, undisturbed: dict[str, Any]
 ) -> None:
-    assert run_with_kills(folder, name, PLANS[name]) == PLANS[name]
-    assert list(differences(results(folder / name), undisturbed)) == []
+    left = list(PLANS[name])
+    for run in (f"{name}1", f"{name}2", f"{name}3"):  # a short phase may be over before the kill
+        hit = run_with_kills(folder, run, left)
+        assert list(differences(results(folder / run), undisturbed)) == []
+        left = [cell for cell in left if cell not in hit]
+        if not left:
+            return
+    raise AssertionError(f"not hit: {', '.join(map(str, left))}")
