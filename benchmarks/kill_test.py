@@ -153,40 +153,45 @@ class Attempt:
         return f"{self._run_dir}/" in " ".join(process.info["cmdline"] or ())
 
 
-def kill_at(attempt: Attempt, cell: Cell, agent: str, from_step: int) -> Beat | None:
-    """Kill as the cell says, at the first chance from `from_step` on; where the process was right afterwards
-    (of a child: its leader), or None if the run ended without a chance."""
-    watched = "A.rank1" if cell.kind == "rank" else f"{agent}.rank0"
+def kill_at(attempt: Attempt, cell: Cell, agents: str, from_step: int) -> Beat | None:
+    """Kill as the cell says, at the first chance from `from_step` on that one of the agents gives; where the
+    process was right afterwards (of a child: its leader), or None if the run ended without a chance."""
+    watched = ["A.rank1"] if cell.kind == "rank" else [f"{agent}.rank0" for agent in agents]
     deadline = time.monotonic() + SECONDS
-    victim: psutil.Process | None = None
+    victims: dict[str, psutil.Process | None] = dict.fromkeys(watched)
     while attempt.process.poll() is None:
         assert time.monotonic() < deadline
-        beat = attempt.beats().get(watched)
-        if beat is None or beat.step < from_step:
-            time.sleep(0.0005)
-        elif victim is None or not _lives(victim):
-            # Before the phase, since some phases are over sooner than a search.
-            victim = _victim(attempt, cell.kind, beat)
-        elif beat.phase != cell.phase:
-            time.sleep(0.0005)
-        else:
-            if cell == Cell("rollout", SERVER):  # amid its batch: some responses are there, others are not
-                time.sleep(random.uniform(0.0, 0.2))
-            with suppress(ProcessLookupError):
-                os.kill(victim.pid, signal.SIGKILL)
-            return attempt.beats().get(watched, beat)
+        beats = attempt.beats()
+        for name in watched:
+            beat, victim = beats.get(name), victims[name]
+            if beat is None or beat.step < from_step:
+                continue
+            if victim is None or not _lives(victim):
+                # Before the phase, since some phases are over sooner than a search.
+                victims[name] = _victim(attempt, cell.kind, beat)
+            elif beat.phase == cell.phase:
+                if cell == Cell("rollout", SERVER):  # amid a batch: not all of its responses are there
+                    time.sleep(random.uniform(0.0, 0.2))
+                with suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+                    return attempt.beats().get(name, beat)
+        time.sleep(0.0005)
     return None
 
 
 def _victim(attempt: Attempt, kind: str, beat: Beat) -> psutil.Process | None:
-    """A process of this kind that belongs to the one that has given the beat, if there is one."""
+    """A process of this kind that belongs to the one that has given the beat; None if there is none, as when
+    a run has ended and only its launcher is left."""
     if kind == "launcher":
         return psutil.Process(attempt.process.pid)
-    if kind not in REPLACED:
-        return psutil.Process(beat.pid)
-    is_one = _is_worker if kind == "reward worker" else _is_server
-    found = [p for p in psutil.Process(beat.pid).children(recursive=True) if is_one(p)]
-    return random.choice(found) if found else None
+    with suppress(psutil.NoSuchProcess):
+        given = psutil.Process(beat.pid)
+        if kind not in REPLACED:
+            return given
+        is_one = _is_worker if kind == "reward worker" else _is_server
+        if found := [p for p in given.children(recursive=True) if is_one(p)]:
+            return random.choice(found)
+    return None
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -223,7 +228,7 @@ def run_with_kills(
         attempt = Attempt(folder, name, settings, resume=resume)
         resume = True
         while waiting and waiting[0].kind in REPLACED:  # needs no new attempt
-            cell, place = waiting[0], kill_at(attempt, waiting[0], rng.choice("AB"), step)
+            cell, place = waiting[0], kill_at(attempt, waiting[0], _agents(waiting[0], rng), step)
             if place is None:
                 break
             _log(name, cell, place)
@@ -234,7 +239,7 @@ def run_with_kills(
                 step = place.step + 2
         if waiting and attempt.process.poll() is None:
             cell = waiting.pop(0)
-            place = kill_at(attempt, cell, rng.choice("AB"), step)
+            place = kill_at(attempt, cell, _agents(cell, rng), step)
             if place is not None:
                 _log(name, cell, place)
                 hit.append(cell)
@@ -244,6 +249,11 @@ def run_with_kills(
         code = attempt.end()
         assert code == 0, (folder / f"{name}.txt").read_text()[-3000:]
         return hit
+
+
+def _agents(cell: Cell, rng: random.Random) -> str:
+    """Whose processes to watch. The marker is written by the agent that has saved last."""
+    return "AB" if cell.phase == "marker" else rng.choice("AB")
 
 
 def _log(name: str, cell: Cell, place: Beat) -> None:
