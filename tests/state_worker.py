@@ -19,7 +19,7 @@ from parity_worker import LAYOUTS, SETTINGS
 from ranks import join_world
 
 from megatron_hacpo.algorithm.capability import CapabilityTracker
-from megatron_hacpo.megatron import runtime
+from megatron_hacpo.megatron import runtime, training_state
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.megatron.torch_dist import Writing
 
@@ -66,10 +66,19 @@ def save(folder: Path, layout: str, world: runtime.World, target: Path, *, alone
     world.barrier()
     writing = policy.state_writing(target, copy=True)
     assert policy.updates == 4 * BEFORE
+    _check_share(policy, world)
     run_steps(config, name, policy, BEFORE + 1, first=BEFORE + 1, tracker=CapabilityTracker())  # meanwhile
     write(writing)
     world.barrier()
     return tracker
+
+
+def _check_share(policy: Policy, world: runtime.World) -> None:
+    """Of what the ranks save together each has copied its share, and nobody everything."""
+    copied = [0] * world.size
+    mine = sum(buffer.nbytes for buffer in policy._state._snapshots._buffers)
+    dist.all_gather_object(copied, mine, group=world.host_group)
+    assert max(copied) <= 1.2 * sum(copied) / world.size, copied
 
 
 def go_on(
@@ -105,6 +114,7 @@ def go_on(
 
 def main(rank: int, port: int, folder: Path, layouts: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    training_state.LOAD_BYTES = 2**14  # so that states are read in many parts, of some stages in more
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     results = {}
     for layout in layouts:

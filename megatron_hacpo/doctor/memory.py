@@ -143,37 +143,48 @@ def _training(config: RunConfig, agent: str, shape: Shape, stage: int) -> Traini
         log_probs=_log_probs(settings, shape, tokens) if stage == parallel.pipeline - 1 else 0,
         other=CONTEXT_BYTES,
         rollout=rollout,
-        host=_host(config, settings, held.all, states + copy),
+        host=_host(config, settings, held, states + copy),
     )
 
 
-def _host(config: RunConfig, settings: AgentConfig, held: int, optimizer: int) -> int:
+def _host(config: RunConfig, settings: AgentConfig, held: Held, optimizer: int) -> int:
     """Bytes of a process in its node's memory: the KL's reference, with the current weights while these make
-    room for it; states that are kept or moved there; the copy from which a checkpoint is written, for which
-    the distributed optimizer gathers all states of the rank's part of the model."""
-    weights = held * ITEM_BYTES[settings.dtype]
-    bytes_ = 2 * weights if config.algorithm.kl_coef > 0.0 else 0
+    room for it; states that are kept or moved there; the copy from which a checkpoint is written, which is of
+    this rank's share and, unless training goes on meanwhile, of divided states alone."""
+    item = ITEM_BYTES[settings.dtype]
+    bytes_ = 2 * item * held.all if config.algorithm.kl_coef > 0.0 else 0
     if settings.optimizer.cpu_offload or settings.placement.offload != "none":
         bytes_ += optimizer
     if settings.placement.offload == "all":
-        bytes_ += weights
+        bytes_ += item * held.all
     if config.checkpoint.every:
-        bytes_ += 12 * held if settings.optimizer.distributed else 0
-        bytes_ += (weights + optimizer) if config.checkpoint.asynchronous else 0
+        share = _share(settings, held)
+        states = sum(_optimizer_bytes(settings)) * share
+        if config.checkpoint.asynchronous:
+            bytes_ += round(item * share + states)
+        elif settings.optimizer.distributed:
+            bytes_ += round(states)
     return bytes_
 
 
 def _optimizer(settings: AgentConfig, held: Held) -> tuple[int, int]:
     """Bytes of (Adam's two moments, the float32 copy of the weights), per rank: Megatron's 6 + 12 / d bytes a
     parameter, with gradients and weights, in bfloat16."""
+    moments, copied = _optimizer_bytes(settings)
+    kept = _share(settings, held) if settings.optimizer.distributed else held.all
+    return round(moments * kept), round(copied * kept)
+
+
+def _optimizer_bytes(settings: AgentConfig) -> tuple[int, int]:
+    """The same, a parameter."""
+    return 8, 4 if settings.dtype == "bfloat16" else 0
+
+
+def _share(settings: AgentConfig, held: Held) -> float:
+    """Parameters a rank when those that several data-parallel ranks hold are divided among them."""
     parallel = settings.parallel
     shared = parallel.context * parallel.data
-    dense, expert = float(held.dense), float(held.expert)
-    if settings.optimizer.distributed:
-        dense /= shared
-        expert /= max(1.0, parallel.tensor * shared / parallel.expert)
-    copied = 4 if settings.dtype == "bfloat16" else 0
-    return round(8 * (dense + expert)), round(copied * (dense + expert))
+    return held.dense / shared + held.expert / max(1.0, parallel.tensor * shared / parallel.expert)
 
 
 def _activation_elements(config: RunConfig, agent: str, shape: Shape, stage: int) -> float:

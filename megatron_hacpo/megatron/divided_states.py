@@ -2,11 +2,12 @@
 
 Megatron's own `fully_reshardable` form places a weight's states by its offset in a buffer with padding, in a
 buffer without: with tied embeddings in pipeline stages, which have a bucket of their own, it saves and loads
-other weights' states. Here each weight is gathered by itself.
+other weights' states. Here each weight is gathered by itself, so that no rank ever holds all states of its
+part of the model.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,56 +16,71 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-PREFIX = "optimizer.state."
-
 KEY = {"param": "fp32_param"}
 """Names of kinds of states as other optimizers have them; the others' are the same."""
 
 
-def describe(
-    optimizer: DistributedOptimizer, weights: dict[Any, Any], kinds: Sequence[str], *, loading: bool
-) -> dict[int, dict[str, Any]]:
-    """By number of the weight and kind of state: Megatron's sharded tensor, or what makes several of it.
+@dataclass(frozen=True)
+class DividedState:
+    """One kind of states (exp_avg, exp_avg_sq or param, the main weights) of one weight.
 
-    weights: Megatron's descriptions of the model's. kinds: of exp_avg, exp_avg_sq and param (main weights).
-    loading: whether the data are to be filled and then `put`; else they are float32 copies of the states, in
-    host memory, the same on all data-parallel ranks. A collective of those.
+    place: this rank's part of the elements, if it has one. entry: Megatron's sharded tensor, or what makes
+    several of it, of a float32 tensor without memory (on the meta device).
+    """
+
+    optimizer: DistributedOptimizer
+    weight: torch.nn.Parameter
+    place: slice | None
+    kind: str
+    entry: Any
+
+    def of(self, data: torch.Tensor) -> Any:
+        """The entry of data in the weight's shape."""
+        return replace(self.entry, data=data)
+
+    def gather(self) -> torch.Tensor:
+        """All of it, float32, on the weight's device. A collective of the data-parallel ranks."""
+        whole = torch.zeros(self.weight.numel(), dtype=torch.float32, device=self.weight.device)
+        if self.place is not None:
+            own = self.optimizer._get_main_param_and_optimizer_states(self.weight)
+            whole[self.place] = own[self.kind].float()
+        dist.all_reduce(whole, group=self.optimizer.data_parallel_group)
+        return whole.view(self.weight.shape)
+
+    def put(self, whole: torch.Tensor) -> None:
+        """Take this rank's part; after all states of an optimizer comes `finish`."""
+        if self.place is not None:
+            states = self.optimizer._get_main_param_and_optimizer_states(self.weight)
+            # A copy, as an offloading optimizer keeps what it gets and so would keep all that is around it.
+            states[self.kind] = whole.flatten()[self.place].clone()
+            self.optimizer._set_main_param_and_optimizer_states(self.weight, states)
+
+
+def describe(
+    optimizer: DistributedOptimizer, weights: dict[Any, Any], kinds: Sequence[str]
+) -> Iterator[DividedState]:
+    """The optimizer's states in an order that all data-parallel ranks have.
+
+    weights: Megatron's descriptions of the model's. kinds: of states.
     """
     described = {id(entry.data): entry for entry in nested_values(weights)}
-    found: dict[int, dict[str, Any]] = {}
-    for number, (weight, place) in enumerate(_places(optimizer)):
-        entry, found[number] = described[id(weight)], {}
-        own = optimizer._get_main_param_and_optimizer_states(weight) if place is not None else {}
+    for weight, place in _places(optimizer):
+        entry = described[id(weight)]
+        data = torch.empty(weight.shape, dtype=torch.float32, device="meta")
+        dtype = {} if isinstance(entry, ShardedTensorFactory) else {"dtype": data.dtype}
         for kind in kinds:
-            if loading:
-                data = torch.empty(weight.shape, dtype=torch.float32)
-            else:
-                whole = torch.zeros(weight.numel(), dtype=torch.float32, device=weight.device)
-                if place is not None:
-                    whole[place] = own[kind].float()
-                dist.all_reduce(whole, group=optimizer.data_parallel_group)
-                data = whole.view(weight.shape).cpu()
-            key = f"{PREFIX}{KEY.get(kind, kind)}.{entry.key}"
-            dtype = {} if isinstance(entry, ShardedTensorFactory) else {"dtype": data.dtype}
-            found[number][kind] = replace(entry, key=key, data=data, **dtype)
-    return found
+            key = f"optimizer.state.{KEY.get(kind, kind)}.{entry.key}"
+            yield DividedState(optimizer, weight, place, kind, replace(entry, key=key, data=data, **dtype))
 
 
-def put(optimizer: DistributedOptimizer, described: dict[int, dict[str, Any]]) -> None:
-    """Take this rank's part of the data that were filled."""
-    for number, (weight, place) in enumerate(_places(optimizer)):
-        if place is not None:
-            states = optimizer._get_main_param_and_optimizer_states(weight)
-            # Copies, as an offloading optimizer keeps what it gets and so would keep all that is around it.
-            states |= {k: entry.data.flatten()[place].clone() for k, entry in described[number].items()}
-            optimizer._set_main_param_and_optimizer_states(weight, states)
+def finish(optimizer: DistributedOptimizer) -> None:
+    """Let an offloading optimizer pass on what it was given."""
     if hasattr(optimizer.optimizer, "_sync_hdo_state_to_sub_optimizers"):
         optimizer.optimizer._sync_hdo_state_to_sub_optimizers()
 
 
 def _places(optimizer: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, slice | None]]:
-    """The optimizer's weights in an order that all data-parallel ranks have, each with the part of its
-    elements whose states are this rank's."""
+    """Each weight with the part of its elements whose states are this rank's."""
     for buffer, by_dtype in zip(optimizer.buffers, optimizer.gbuf_ranges, strict=True):
         own = {
             weight: slice(ranges["param"].start, ranges["param"].end)

@@ -3,11 +3,12 @@
 Megatron describes both as sharded tensors under names that do not depend on the layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -20,29 +21,29 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from megatron_hacpo.megatron import divided_states
+from megatron_hacpo.hf.write import by_bytes
 from megatron_hacpo.megatron.checkpoint import entries
+from megatron_hacpo.megatron.divided_states import DividedState, describe, finish
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.torch_dist import Writing, check_files, load_tensors
 
+LOAD_BYTES = 2**30
+"""How much of the divided states is in host memory at once while they are loaded."""
+
 
 class Snapshots:
-    """Copies of tensors in host memory, in buffers that the next copies use again."""
+    """Host memory for copies of tensors, which the next copies use again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
         self._buffers: list[torch.Tensor] = []
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors' values now; valid until the next call."""
+    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """A buffer for each of the tensors; what is in them is valid until the next call."""
         if [(b.shape, b.dtype) for b in self._buffers] != [(t.shape, t.dtype) for t in tensors]:
-            pinned = any(t.is_cuda for t in tensors)
             self._buffers = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=pinned) for t in tensors
+                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=self._pinned) for t in tensors
             ]
-        for buffer, tensor in zip(self._buffers, tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        if any(t.is_cuda for t in tensors):
-            torch.cuda.synchronize()
         return self._buffers
 
 
@@ -57,8 +58,8 @@ class TrainingState:
         # In float32 the optimizer's main weights are the model's.
         halves = next(modules[0].parameters()).dtype is not torch.float32
         self._kinds = ("exp_avg", "exp_avg_sq", *(["param"] if halves else []))
-        self._divided = all(isinstance(o, DistributedOptimizer) for o in self._optimizers)
-        self._snapshots = Snapshots()
+        self._on_gpu = world.device.type == "cuda"
+        self._snapshots = Snapshots(pinned=self._on_gpu)
 
     @torch.no_grad()
     def writing(self, folder: Path, updates: int, *, copy: bool) -> Writing:
@@ -67,25 +68,27 @@ class TrainingState:
         updates: optimizer steps made so far; before the first there are no states, and weights are all.
         copy: of the state as it is now; else the tensors must not change until it is written.
         """
-        shards = self.shards(updates)
+        shards, divided = self._described(updates)
+        shards += _shards([state.entry for state in divided])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         # What all data-parallel ranks have alike, each of them writes a part of.
         distribution = determine_main_replica_uniform_distribution(shards, group)
         distribute_main_replicas_with_precomputed_distribution(shards, group, distribution)
         mine = [shard for shard in shards if is_main_replica(shard.replica_id)]
-        values = [shard.data.detach() for shard in mine]
-        if copy:
-            # Divided states were described by copies.
-            own = divided_states.PREFIX if self._divided else "no key"
-            live = [number for number, shard in enumerate(mine) if not shard.key.startswith(own)]
-            taken = self._snapshots.take([values[number] for number in live])
-            for number, value in zip(live, taken, strict=True):
-                values[number] = value
+        held = [shard for shard in mine if copy or shard.data.is_meta]
+        buffers = self._snapshots.like([shard.data for shard in held])
+        copies = {_place(shard): buffer for shard, buffer in zip(held, buffers, strict=True)}
+        for shard in held:
+            if not shard.data.is_meta:
+                copies[_place(shard)].copy_(shard.data, non_blocking=True)
+        for state in divided:  # one after the other in the memory of one
+            for shard in _shards([state.of(state.gather())]):
+                if _place(shard) in copies:
+                    copies[_place(shard)].copy_(shard.data, non_blocking=True)
+        if self._on_gpu:
+            torch.cuda.synchronize()
+        values = [copies.get(_place(shard), shard.data).detach() for shard in mine]
         return Writing(mine, values.__getitem__, folder, self._world.host_group)
-
-    def shards(self, updates: int) -> list[ShardedTensor]:
-        """This rank's weights and (after the first of `updates`) optimizer states, as they are saved."""
-        return _shards([self._weights(), *self._states(updates, loading=False)])
 
     @torch.no_grad()
     def load(self, folder: Path, updates: int) -> None:
@@ -96,37 +99,44 @@ class TrainingState:
         check_files(folder)
         for optimizer in self._optimizers if updates else []:
             _make_states(optimizer.optimizer)
-        states = self._states(updates, loading=True)
-        shards = _shards([self._weights(), *states])
-        targets = [shard.data.detach() for shard in shards]
-        loaded = load_tensors({str(number): shard for number, shard in enumerate(shards)}, folder)
-        for number, target in enumerate(targets):
-            value = loaded[str(number)]
-            if value.data_ptr() != target.data_ptr():  # else it was read into its place
-                target.copy_(value)
-        if not updates:  # states are made by the first update; float32 weights are there already
-            for optimizer in self._optimizers:
+        shards, divided = self._described(updates)
+        _read(shards, folder)
+        for part in self._parts(divided):
+            data = [torch.empty_like(state.entry.data, device="cpu") for state in part]
+            _read(_shards([state.of(whole) for state, whole in zip(part, data, strict=True)]), folder)
+            for state, whole in zip(part, data, strict=True):
+                state.put(whole)
+        for optimizer in self._optimizers:
+            if not updates:  # states are made by the first update; float32 weights are there already
                 optimizer.reload_model_params()
-            return
-        for optimizer, described in zip(self._optimizers, states, strict=True):
-            if isinstance(optimizer, DistributedOptimizer):  # it described copies of its states
-                divided_states.put(optimizer, described)
+                continue
+            if isinstance(optimizer, DistributedOptimizer):
+                finish(optimizer)
             _set_step(optimizer.optimizer, updates)
 
-    def _weights(self) -> dict[int, Any]:
-        return {number: entries(module) for number, module in enumerate(self._modules)}
+    def shards(self, updates: int) -> list[ShardedTensor]:
+        """This rank's weights and, after the first of `updates`, the optimizer states that it has whole."""
+        return self._described(updates)[0]
 
-    def _states(self, updates: int, *, loading: bool) -> list[Any]:
-        """Megatron's description of each optimizer's states."""
-        if not updates:
-            return []
-        weights = self._weights()
-        return [
-            divided_states.describe(optimizer, weights, self._kinds, loading=loading)
-            if isinstance(optimizer, DistributedOptimizer)
-            else optimizer.sharded_state_dict(weights)
-            for optimizer in self._optimizers
-        ]
+    def _described(self, updates: int) -> tuple[list[ShardedTensor], list[DividedState]]:
+        """What this rank has whole, and what it has a part of."""
+        weights = {number: entries(module) for number, module in enumerate(self._modules)}
+        whole: list[Any] = [weights]
+        divided: list[DividedState] = []
+        for optimizer in self._optimizers if updates else []:
+            if isinstance(optimizer, DistributedOptimizer):
+                divided += describe(optimizer, weights, self._kinds)
+            else:
+                whole.append(optimizer.sharded_state_dict(weights))
+        return _shards(whole), divided
+
+    def _parts(self, states: Sequence[DividedState]) -> Iterator[list[DividedState]]:
+        """The states part by part, as often on all ranks of the world, which read together."""
+        named = ((str(number), state.entry.data) for number, state in enumerate(states))
+        parts = [[states[int(name)] for name, _ in part] for part in by_bytes(named, LOAD_BYTES)]
+        most = torch.tensor(len(parts))
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._world.host_group)
+        yield from (parts[number] if number < len(parts) else [] for number in range(int(most)))
 
 
 def _shards(trees: list[Any]) -> list[ShardedTensor]:
@@ -136,6 +146,21 @@ def _shards(trees: list[Any]) -> list[ShardedTensor]:
     shards = list(nested_values(sharded))
     assert all(isinstance(shard, ShardedTensor) and shard.flattened_range is None for shard in shards)
     return shards
+
+
+def _place(shard: ShardedTensor) -> tuple[str, tuple[int, ...]]:
+    """What distinguishes a shard from all others of a checkpoint."""
+    return shard.key, shard.global_offset
+
+
+def _read(shards: Sequence[ShardedTensor], folder: Path) -> None:
+    """Fill the shards' data. A collective of the world."""
+    targets = [shard.data.detach() for shard in shards]
+    loaded = load_tensors({str(number): shard for number, shard in enumerate(shards)}, folder)
+    for number, target in enumerate(targets):
+        value = loaded[str(number)]
+        if value.data_ptr() != target.data_ptr():  # else it was read into its place
+            target.copy_(value)
 
 
 def _make_states(optimizer: torch.optim.Optimizer) -> None:
