@@ -481,11 +481,12 @@ def test_generation_is_bound_by_bandwidth_and_by_the_cache(models: Path) -> None
         return predict(config, QWEN, shape_of(QWEN, config), Machine(device, 80 * GB)).generation
 
     usual = seconds()
-    # 128 responses at once: 4,096 tokens of the longest, each of weights and the cache of 128 sequences.
-    read = 2 * 7.6156e9 + 128 * 1536 * 57_344
-    assert usual == pytest.approx(4096 * read / (0.7 * 3.35e12), rel=0.02)
+    # 128 responses at once: weights for 4,096 tokens of the longest, caches for 2,048 tokens of each.
+    read = 4096 * 2 * 7.6156e9 + 128 * 2048 * 1536 * 57_344
+    assert usual == pytest.approx(read / (0.7 * 3.35e12), rel=0.02)
     assert seconds(bandwidth=2 * 3.35e12) == pytest.approx(usual / 2, rel=0.02)
     assert seconds("rollout.sglang.cache_tokens=20000") > 2 * usual
+    assert seconds("rollout.sglang.cache_tokens=60000") > usual  # less at once takes never less time
     assert seconds("rollout.sglang.servers=2") > usual
 
 

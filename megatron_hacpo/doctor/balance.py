@@ -99,8 +99,8 @@ def predict(config: RunConfig, agent: str, shape: Shape, machine: Machine) -> St
 
 
 def _generation(config: RunConfig, agent: str, shape: Shape, machine: Machine) -> float:
-    """Seconds of prompts and tokens of the busiest server: a token of all responses in flight takes the time
-    in which weights and their cache are read, or in which they are multiplied, whichever is longer."""
+    """Seconds of prompts and tokens of the busiest server. Its weights are read once for a token of all
+    responses in flight, a response's cache for each of its tokens; or what is multiplied takes longer."""
     settings = config.agents[agent]
     item, mean = ITEM_BYTES[settings.dtype], lengths(settings)
     tensor, servers, most = _servers(settings)
@@ -109,14 +109,13 @@ def _generation(config: RunConfig, agent: str, shape: Shape, machine: Machine) -
     flops = UTILISATION * machine.device.flops[settings.dtype] * tensor
     bandwidth = BANDWIDTH_USE * machine.device.bandwidth * tensor
     responses = -(-config.batch.prompts * settings.rollout.responses_per_prompt // servers)
-    at_once = min(most, responses)
-    cache = shape.cache_elements * item * mean.in_flight
-    read = (shape.parameters * item + at_once * cache) / bandwidth
-    computed = at_once * shape.forward(1) / flops
     # The longest response of a batch goes through all of its tokens, one by one.
-    tokens = max(responses / at_once * mean.response, settings.rollout.max_response_tokens)
+    turns = max(responses / min(most, responses) * mean.response, settings.rollout.max_response_tokens)
+    tokens = responses * mean.response
+    read = (turns * shape.parameters + tokens * shape.cache_elements * mean.in_flight) * item / bandwidth
+    computed = tokens * shape.forward(1) / flops
     prompts = -(-config.batch.prompts // servers) * shape.forward(mean.prompt) / flops
-    return prompts + tokens * max(read, computed)
+    return prompts + max(read, computed)
 
 
 def _servers(settings: AgentConfig) -> tuple[int, int, int]:
