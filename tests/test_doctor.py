@@ -396,11 +396,16 @@ def test_the_cache_of_servers_apart_in_numbers(models: Path) -> None:
     assert found.generation.wanted == 128 * (512 + 1024)  # of 1,024 responses on eight servers
 
 
-def test_the_cache_of_colocated_servers_is_of_what_the_trainer_leaves_at_the_start(models: Path) -> None:
-    found = estimated(load(TWO_NODES, ["rollout.sglang.memory_fraction=0.5"]))
+@pytest.mark.parametrize("offload", ["none", "all"])
+def test_the_cache_of_colocated_servers_is_of_what_the_trainer_leaves_at_the_start(
+    offload: str, models: Path
+) -> None:
+    settings = [f"agents.{QWEN}.placement.offload={offload}", "rollout.sglang.memory_fraction=0.5"]
+    found = estimated(load(TWO_NODES, settings))
     assert found.generation is not None
     training = found.training
-    at_start = training.weights + training.gradients + training.optimizer / 3 + 4 * GB
+    states = training.gradients + training.optimizer / 3 if offload == "none" else 0
+    at_start = training.weights + states + 4 * GB
     cache = (80 * GB - at_start) / 2 - 2 * PARAMETERS["Qwen2.5-7B-Instruct"]
     assert found.generation.cache == pytest.approx(cache, abs=2)
 
@@ -418,7 +423,11 @@ def test_a_cache_that_is_small(models: Path, tokens: int, level: str, words: str
 
 
 def test_weights_that_are_sent_lie_beside_the_trainer(models: Path) -> None:
-    config = load(TWO_NODES, [f"agents.{QWEN}.parallel={{tensor: 2, data: 2}}"])
+    kept = estimated(load(TWO_NODES))
+    assert kept.generation is not None
+    weights = kept.training.weights + kept.generation.weights
+    assert kept.sending == weights + kept.training.other + kept.generation.other
+    config = load(TWO_NODES, [f"agents.{QWEN}.placement.offload=none"])
     found = estimated(config)
     assert found.generation is not None
     assert found.sending == found.training.total + found.generation.weights

@@ -75,14 +75,13 @@ def test_a_trainer_that_left_its_memory_to_others_goes_on_as_if_nothing_was(
     plain, moved = make_policy(pair_config(*settings), "B", world), make_policy(config, "B", world)
     for _ in range(2):
         before = memory_of(moved)
-        moved.offload()
-        freed = memory_of(moved)
-        assert freed == {
-            **before,
-            "gradients": 0,
-            "states": 0,
-            **({"weights": 0} if offload == "all" else {}),
-        }
+        moved.offload_states()
+        assert memory_of(moved) == {**before, "gradients": 0, "states": 0}
+        sent = {name: weight.clone() for name, weight in moved.export()}
+        assert all(torch.equal(sent[name], weight) for name, weight in plain.export())
+        moved.offload_weights()
+        left = 0 if offload == "all" else before["weights"]
+        assert memory_of(moved) == {"weights": left, "gradients": 0, "states": 0}
         moved.reload_weights()
         assert memory_of(moved)["weights"] == before["weights"]
         assert memory_of(moved)["gradients"] == 0

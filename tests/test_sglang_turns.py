@@ -4,7 +4,8 @@ import pytest
 
 from megatron_hacpo.rollout.sglang.turns import Turns
 
-SENT = ["trainer offload", "barrier", "kv_cache taken"]
+ROOM = ["trainer offload_states", "barrier"]
+SENT = ["trainer offload_weights", "barrier", "kv_cache taken"]
 RELEASED = ["kv_cache given back", "weights given back", "barrier", "trainer reload"]
 
 
@@ -14,12 +15,16 @@ class Recorder:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.turns = Turns(self, barrier=lambda: self.events.append("barrier"), hold=self.hold)
+        assert self.since() == ROOM
 
     def hold(self, tag: str, held: bool) -> None:
         self.events.append(f"{tag} {'taken' if held else 'given back'}")
 
-    def offload(self) -> None:
-        self.events.append("trainer offload")
+    def offload_states(self) -> None:
+        self.events.append("trainer offload_states")
+
+    def offload_weights(self) -> None:
+        self.events.append("trainer offload_weights")
 
     def reload_weights(self) -> None:
         self.events.append("trainer reload_weights")
@@ -35,14 +40,14 @@ class Recorder:
 def test_a_step_goes_round() -> None:
     both = Recorder()
     turns = both.turns
-    turns.send()  # the first sync: both sides still have everything
+    turns.send()  # the first sync: servers started in the room that was made
     turns.generate()
     assert both.since() == SENT
     for _ in range(2):
         turns.train()
         assert both.since() == RELEASED
         turns.send()
-        assert both.since() == ["barrier", "weights taken"]
+        assert both.since() == [*ROOM, "weights taken"]
         turns.generate()
         assert both.since() == SENT
 
@@ -65,7 +70,7 @@ def test_asked_twice_nothing_happens_twice() -> None:
     assert both.since() == []
     both.turns.send()
     both.turns.send()
-    assert both.since() == ["barrier", "weights taken"]
+    assert both.since() == [*ROOM, "weights taken"]
     both.turns.generate()
     both.since()
     both.turns.generate()

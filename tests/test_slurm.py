@@ -27,7 +27,7 @@ FAR = "run.steps=100000"
 SHARED = ("--oversubscribe", "--mem=1000", "--gpus-per-node=2")
 """Of a job that leaves room on its nodes for others."""
 
-SECONDS = 150.0
+SECONDS = 300.0
 NAMED_SECONDS = 60.0
 """Within which a job has to end of what killed a part of it."""
 

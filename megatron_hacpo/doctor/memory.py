@@ -94,7 +94,7 @@ class MemoryEstimate:
     """An agent's, per GPU of `gpu_bytes`, None if they are not known.
 
     generation: None where servers of somebody else generate. sending: bytes while colocated servers take the
-    weights: they are beside all that the trainer has; None if nothing is shared.
+    weights, which are beside the trainer's; None if nothing is shared.
     """
 
     gpu_bytes: int | None
@@ -120,7 +120,8 @@ def estimate(config: RunConfig, agent: str, shape: Shape, gpu_bytes: int | None)
         return MemoryEstimate(gpu_bytes, training, None, None)
     colocated = settings.placement.colocated
     generation = _generation(config, agent, shape, training if colocated else None, gpu_bytes)
-    sending = training.total + generation.weights if colocated else None
+    beside = _without_states(settings, training)
+    sending = beside + generation.other + generation.weights if colocated else None
     return MemoryEstimate(gpu_bytes, training, generation, sending)
 
 
@@ -231,8 +232,7 @@ def _generation(
     per_token = shape.cache_elements * item / sglang.tensor
     cache: int | None = None
     if gpu_bytes is not None:
-        # Servers start beside a trainer without moments, which the first update makes.
-        before = trainer.states - _moments(settings, trainer) + trainer.other if trainer is not None else 0
+        before = _at_start(settings, trainer) if trainer is not None else 0
         cache = max(0, round((sglang.memory_fraction or MEMORY_FRACTION) * (gpu_bytes - before)) - weights)
     if sglang.cache_tokens is not None:
         stated = round(sglang.cache_tokens * per_token)
@@ -266,19 +266,27 @@ def _local_generation(config: RunConfig, agent: str, shape: Shape, leader: Train
     )
 
 
-def _moments(settings: AgentConfig, training: Training) -> int:
-    """Adam's two, of the optimizer's bytes."""
-    return training.optimizer * 2 // 3 if settings.dtype == "bfloat16" else training.optimizer
+def _without_states(settings: AgentConfig, trainer: Training) -> int:
+    """Bytes of a trainer on its GPU when gradients and states have been moved, if `placement.offload` moves
+    any; the allocator's memory goes with them."""
+    if settings.placement.offload == "none":
+        return trainer.total - trainer.rollout
+    return trainer.weights + trainer.other
+
+
+def _at_start(settings: AgentConfig, trainer: Training) -> int:
+    """Of a trainer beside which servers start: the same, before the first update has made Adam's moments and
+    activations."""
+    if settings.placement.offload != "none":
+        return _without_states(settings, trainer)
+    moments = trainer.optimizer * 2 // 3 if settings.dtype == "bfloat16" else trainer.optimizer
+    return trainer.states - moments + trainer.other
 
 
 def _left(settings: AgentConfig, trainer: Training) -> int:
-    """Bytes of a trainer on its GPU after it has moved what `placement.offload` names."""
-    moved = {
-        "none": 0,
-        "optimizer": trainer.optimizer + trainer.gradients + trainer.activations + trainer.log_probs,
-        "all": trainer.states + trainer.activations + trainer.log_probs,
-    }
-    return trainer.total - trainer.rollout - moved[settings.placement.offload]
+    """Bytes of a trainer on its GPU after it has moved all that `placement.offload` names."""
+    weights = trainer.weights if settings.placement.offload == "all" else 0
+    return _without_states(settings, trainer) - weights
 
 
 def findings(config: RunConfig, agent: str, found: MemoryEstimate) -> Iterator[Finding]:
@@ -301,7 +309,11 @@ def findings(config: RunConfig, agent: str, found: MemoryEstimate) -> Iterator[F
     if generation is None:
         return
     if found.sending is not None and judged.level == "ok":
-        parts = {"trainer": training.total, "server weights": generation.weights}
+        parts = {
+            "trainer": found.sending - generation.weights - generation.other,
+            "server weights": generation.weights,
+            "other": generation.other,
+        }
         fix = f"raise {key}.rollout.sglang.tensor, which divides the servers' weights, or {fix}"
         sending = _judged(f"{key} memory, sending weights", found.sending, found, parts, fix)
         if sending.level != "ok":

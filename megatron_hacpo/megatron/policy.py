@@ -263,17 +263,19 @@ class Policy:
     def _megatron_optimizers(self) -> list[Any]:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
-    def offload(self) -> None:
-        """Leave the device's memory to others: gradients and optimizer states, and with "all" the weights."""
+    def offload_states(self) -> None:
+        """Leave the device's memory to others, but for the weights: gradients and optimizer states."""
         if self._offload == "none":
             return
-        weights = list(self.parameters())
-        held = {weight.untyped_storage().data_ptr() for weight in weights}
+        held = {weight.untyped_storage().data_ptr() for weight in self.parameters()}
         states = [t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in held]
         self._other_copies.offload(states)
         self._other_copies.offload(self._gradient_buffers(), keep=False)
+
+    def offload_weights(self) -> None:
+        """With "all" leave the weights' memory, too."""
         if self._offload == "all":
-            self._weight_copies.offload(weights)
+            self._weight_copies.offload(self.parameters())
 
     def reload_weights(self) -> None:
         """Bring the weights back, and nothing else yet."""

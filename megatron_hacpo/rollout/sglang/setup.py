@@ -59,7 +59,14 @@ def open_rollout(
     start.
     """
     sglang = settings.rollout.sglang
-    members = loop = None
+    members: Members | None = None
+    loop: LoopThread | None = None
+
+    def hold(tag: Memory, held: bool) -> None:
+        if members is not None and loop is not None:
+            loop.run(members.hold(tag, held))
+
+    turns = Turns(trainer, barrier=ranks.barrier, hold=hold) if settings.placement.colocated else None
     if ranks.is_leader:
         loop = LoopThread()
         members = _start(name, settings, context, run_dir, seed, device, warn, loop)
@@ -75,7 +82,6 @@ def open_rollout(
             else None
         ),
     )
-    turns = _turns(trainer, ranks, members, loop) if settings.placement.colocated else None
     return SGLangRollout(
         ranks,
         sync,
@@ -141,14 +147,6 @@ def _start(
         loop.run(members.close())
         raise
     return members
-
-
-def _turns(trainer: Trainer, ranks: Ranks, members: Members | None, loop: LoopThread | None) -> Turns:
-    def hold(tag: Memory, held: bool) -> None:
-        if members is not None and loop is not None:
-            loop.run(members.hold(tag, held))
-
-    return Turns(trainer, barrier=ranks.barrier, hold=hold)
 
 
 def _transport(

@@ -7,14 +7,15 @@ from megatron_hacpo.rollout.sglang.members import Memory
 
 State = Literal["training", "sending", "generating"]
 """training: the trainer has everything, servers have given back weights and cache. sending: both have the
-weights, nobody a cache or gradients of use. generating: servers have everything, of the trainer is left what
-`offload` leaves."""
+weights, the trainer neither gradients nor states. generating: servers have everything, and the trainer no
+weights either. (What the trainer moves is `placement.offload`'s to say.)"""
 
 
 class Trainer(Protocol):
     """What a rank can free while servers generate."""
 
-    def offload(self) -> None: ...
+    def offload_states(self) -> None: ...
+    def offload_weights(self) -> None: ...
     def reload_weights(self) -> None: ...
     def reload(self) -> None: ...
 
@@ -26,17 +27,20 @@ class Turns:
     def __init__(
         self, trainer: Trainer, *, barrier: Callable[[], None], hold: Callable[[Memory, bool], None]
     ) -> None:
-        """hold: have all servers take or give back memory; nothing on ranks that do not talk to them. Started
-        servers have everything, and so do the ranks: the first state is "sending".
+        """hold: have all servers take or give back memory; nothing on ranks that do not talk to them. The
+        first state is "sending": there is room now for servers to start in, which have everything then.
         """
         self.state: State = "sending"
         self._trainer = trainer
         self._barrier = barrier
         self._hold = hold
+        self._trainer.offload_states()
+        self._barrier()
 
     def send(self) -> None:
         """Weights can be sent, and must be: what the servers had is gone."""
         if self.state == "training":
+            self._trainer.offload_states()
             self._barrier()
             self._hold("weights", True)
         elif self.state == "generating":
@@ -48,7 +52,7 @@ class Turns:
         if self.state == "generating":
             return
         assert self.state == "sending", "servers get weights before they generate"
-        self._trainer.offload()
+        self._trainer.offload_weights()
         self._barrier()
         self._hold("kv_cache", True)
         self.state = "generating"
