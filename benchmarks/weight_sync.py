@@ -116,7 +116,7 @@ def measure(folder: Path, world: runtime.World, options: argparse.Namespace) -> 
         transports = {
             "distributed": lambda loop: DistributedTransport(loop, "bench", world.device, TIMEOUT),
             "tensor": TensorTransport,
-            "disk": lambda loop: DiskTransport(loop, folder / "weights", 0),
+            "disk": lambda loop: DiskTransport(loop, folder / "weights", 0, 600.0),
         }
         syncs = {
             name: WeightSync(world, policy.stage_tensors, expected, transport, bucket_bytes=128 * 2**20)

@@ -166,7 +166,7 @@ def check_tensors() -> None:
 
 
 def check_disk() -> None:
-    transport = DiskTransport(here, Path("/shared/A"), 0)
+    transport = DiskTransport(here, Path("/shared/A"), 0, 60.0)
     asyncio.run(transport.prepare(target))
     (pause,) = scheduler.take()
     assert pause.mode == "retract"

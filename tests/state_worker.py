@@ -76,7 +76,7 @@ def save(folder: Path, layout: str, world: runtime.World, target: Path, *, alone
 def _check_share(policy: Policy, world: runtime.World) -> None:
     """Of what the ranks save together each has copied its share, and nobody everything."""
     copied = [0] * world.size
-    mine = sum(buffer.nbytes for buffer in policy._state._snapshots._buffers)
+    mine = policy._state._copies._bytes.nbytes
     dist.all_gather_object(copied, mine, group=world.host_group)
     assert max(copied) <= 1.2 * sum(copied) / world.size, copied
 

@@ -678,11 +678,6 @@ ALL = {
     "no flash-attn": ({"gpus": [A100] * 8}, "error", "flash-attn"),
     "old sglang": ({"servers": {SERVER: {"sglang": "0.5.20"}}}, "error", f"sglang ({SERVER})"),
     "no sglang": ({"servers": {SERVER: {}}}, "error", f"sglang ({SERVER})"),
-    "other torch": (
-        {"servers": {SERVER: {"sglang": "0.5.23", "torch": "2.9.0"}}},
-        "warning",
-        f"sglang ({SERVER})",
-    ),
     "path": ({"missing": ["data.path"]}, "error", "data.path"),
     "few gpus": ({"gpus": [H100] * 4}, "error", f"agents.{LLAMA}.parallel"),
 }
@@ -693,6 +688,26 @@ def test_all_nodes_are_wrong(models: Path, case: str) -> None:
     changes, level, subject = ALL[case]
     found = bad(judge(load(TWO_NODES), [node(host, **changes) for host in "ab"]))
     assert [finding.level for finding in found if finding.subject == subject] == [level]
+
+
+@pytest.mark.parametrize(
+    ("transport", "level", "words"),
+    [
+        ("auto", "ok", "; weights go through files, as the trainer has 2.14.1+cu130"),
+        ("tensor", "warning", "transport tensor may not work"),
+        ("disk", "ok", "torch 2.9.0"),
+    ],
+)
+def test_servers_with_another_torch(models: Path, transport: str, level: str, words: str) -> None:
+    servers = {SERVER: {"sglang": "0.5.23", "torch": "2.9.0"}}
+    config = load(TWO_NODES, [f"rollout.sglang.transport={transport}"])
+    (found,) = (
+        f
+        for f in judge(config, [node(host, servers=servers) for host in "ab"])
+        if f.subject == f"sglang ({SERVER})"
+    )
+    assert found.level == level
+    assert words in found.text
 
 
 @pytest.mark.parametrize(

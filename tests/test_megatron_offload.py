@@ -11,6 +11,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid
 
 from megatron_hacpo.megatron import policy as policy_module
 from megatron_hacpo.megatron.cpu import _Stream
+from megatron_hacpo.megatron.offload import HostCopies, HostMemory
 from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.megatron.runtime import World
 
@@ -92,3 +93,29 @@ def test_a_trainer_that_left_its_memory_to_others_goes_on_as_if_nothing_was(
     assert memory_of(moved)["states"] > 0
     for weight, other in zip(plain.parameters(), moved.parameters(), strict=True):
         assert torch.equal(weight, other)
+
+
+def test_host_memory_is_one_piece_that_is_used_again() -> None:
+    memory = HostMemory()
+    first = memory.take([3, 0, 1000])
+    assert [buffer.numel() for buffer in first] == [3, 0, 1000]
+    first[0].fill_(1)
+    first[2].fill_(2)
+    assert first[0].tolist() == [1, 1, 1]
+    assert all(buffer.data_ptr() % 64 == 0 for buffer in first)
+    again = memory.take([500])
+    assert again[0].data_ptr() == first[0].data_ptr()
+    assert memory.take([]) == []
+    assert memory.take([5000])[0].numel() == 5000
+
+
+def test_copies_that_are_still_needed_are_not_overwritten() -> None:
+    copies, kept, other = HostCopies(), torch.arange(5), torch.ones(5)
+    copies.offload([kept])
+    copies.offload([kept])  # it is away already
+    copies.offload([other], keep=False)
+    with pytest.raises(AssertionError):
+        copies.offload([torch.ones(3)])
+    copies.reload()
+    assert kept.tolist() == [0, 1, 2, 3, 4]
+    assert other.tolist() == [0.0] * 5

@@ -156,13 +156,18 @@ def test_without_any_server_left_the_batch_waits_for_a_new_one(served: Served) -
 def test_a_hung_server_is_replaced(served: Served) -> None:
     served.wait_until_both_serve()
     served.new_weights()
-    before = served.members.all[1].incarnation
+    member = served.members.all[1]
+    assert served.loop.run(member.client.info()).cache_tokens == member.cache_tokens
+    member.cache_tokens = 8192  # as if its first process had found as little memory
+    before = member.incarnation
     start = time.monotonic()
     served.check(served.generate_while(signal.SIGSTOP, [1]))
-    assert served.members.all[1].incarnation == before + 1
+    assert member.incarnation == before + 1
     assert time.monotonic() - start > HANG_SECONDS
     served.new_weights()
     served.check(served.rollout.generate(served.prompts, SAMPLING))
+    served.wait_until_both_serve()
+    assert served.loop.run(member.client.info()).cache_tokens == 8192
 
 
 def test_all_servers_lost_is_one_error_with_their_logs(served: Served) -> None:

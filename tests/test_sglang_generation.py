@@ -132,7 +132,7 @@ def test_each_response_is_reported_once_whatever_became_of_its_first_requests(lo
             raise ServerError("no")
         return "stop"
 
-    first = Member(0, Client(dying), 1, start=lambda: Restarted(Client(at_once)), restarts_left=1)
+    first = Member(0, Client(dying), 1, start=lambda tokens: Restarted(Client(at_once)), restarts_left=1)
     rollout = open_fake(loop, first, Member(1, Client(trying), 1))
     reported: list[tuple[int, Response]] = []
     responses = rollout.generate(
@@ -200,7 +200,7 @@ def test_a_server_that_hangs_is_replaced(loop: LoopThread) -> None:
     server = loop.run(silent())
     port = server.sockets[0].getsockname()[1]
     hung = Member(0, ServerClient(f"http://127.0.0.1:{port}", None), 1)
-    hung.start, hung.restarts_left = (lambda: Restarted(Client(at_once))), 1
+    hung.start, hung.restarts_left = (lambda tokens: Restarted(Client(at_once))), 1
     rollout = open_fake(loop, hung, Member(1, Client(at_once), 1), hang_seconds=0.5)
     reported: list[int] = []
     responses = rollout.generate(PROMPTS, SAMPLING, on_response=lambda index, _: reported.append(index))

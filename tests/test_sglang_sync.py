@@ -56,7 +56,7 @@ class Served:
         return {
             "distributed": lambda loop: DistributedTransport(loop, f"t{os.urandom(4).hex()}", cpu, timeout),
             "tensor": TensorTransport,
-            "disk": lambda loop: DiskTransport(loop, self.folder / "weights", 0),
+            "disk": lambda loop: DiskTransport(loop, self.folder / "weights", 0, 60.0),
         }[kind]
 
     def sync_of(
@@ -69,7 +69,7 @@ class Served:
             expected,
             self.transport(kind),
             bucket_bytes=bucket_bytes,
-            checking_transport=(lambda loop: DiskTransport(loop, self.folder / "check", 0))
+            checking_transport=(lambda loop: DiskTransport(loop, self.folder / "check", 0, 60.0))
             if check
             else None,
         )

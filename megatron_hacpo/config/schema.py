@@ -153,7 +153,7 @@ class SGLangConfig(Section):
     """How often a server of the run is started again."""
     transport: Literal["auto", "distributed", "tensor", "disk"] = "auto"
     """How weights travel: broadcast over a process group, in requests (one node alone), or through files.
-    `auto`: `tensor` for colocated servers, else `distributed`."""
+    `auto`: `tensor` for colocated servers, else `distributed`; `disk` if the servers have another torch."""
     bucket_mb: Count = 512
     """Megabytes of weights that are sent together."""
     weights_dir: str | None = None

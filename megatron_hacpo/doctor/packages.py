@@ -157,8 +157,11 @@ def _server(config: RunConfig | None, python: str, reports: Sequence[NodeReport]
     theirs, ours = versions.get("torch", "none"), report.versions.get("torch", "none")
     text = f"{versions['sglang']}, torch {theirs}"
     agents = config.agents.values() if config is not None else []
-    risky = {a.rollout.sglang.transport for a in agents if a.rollout.sglang.python == python} - {"disk"}
-    if risky and report.gpus and theirs.split("+")[0] != ours.split("+")[0]:
+    used = {a.rollout.sglang.transport for a in agents if a.rollout.sglang.python == python}
+    other = bool(report.gpus) and theirs.split("+")[0] != ours.split("+")[0]
+    if other and "auto" in used:
+        text += f"; weights go through files, as the trainer has {ours} (transport auto)"
+    if other and (risky := used - {"disk", "auto"}):
         text += (
             f", and the trainer has {ours}: transport {' and '.join(sorted(risky))} may not work between them"
         )

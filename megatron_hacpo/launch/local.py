@@ -63,5 +63,10 @@ def train_command(run_dir: Path, agent: str, start: int) -> list[str]:
 
 def defaults() -> Mapping[str, str]:
     """What a process has in its environment where the launcher's does not say otherwise."""
-    values = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HACPO_TRACEBACK": "1"}
+    values = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HACPO_TRACEBACK": "1",
+        "NCCL_CUMEM_ENABLE": "0",  # as in SGLang's servers: who is in one group must have it alike
+    }
     return {key: os.environ.get(key, value) for key, value in values.items()}

@@ -30,7 +30,7 @@ from megatron_hacpo.megatron.layers import HAVE_TE
 from megatron_hacpo.megatron.load_balance import LoadBalance
 from megatron_hacpo.megatron.logprob import response_log_probs
 from megatron_hacpo.megatron.model import Recompute, build, hf_config, transformer_config
-from megatron_hacpo.megatron.offload import HostCopies
+from megatron_hacpo.megatron.offload import HostCopies, return_memory
 from megatron_hacpo.megatron.packing import Division, PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.stream import hf_tensors, to_leader
@@ -264,18 +264,20 @@ class Policy:
         return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
 
     def offload_states(self) -> None:
-        """Leave the device's memory to others, but for the weights: gradients and optimizer states."""
-        if self._offload == "none":
-            return
-        held = {weight.untyped_storage().data_ptr() for weight in self.parameters()}
-        states = [t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in held]
-        self._other_copies.offload(states)
-        self._other_copies.offload(self._gradient_buffers(), keep=False)
+        """Leave the device's memory to others, but for the weights: gradients and optimizer states, and what
+        the allocator keeps."""
+        if self._offload != "none":
+            held = {weight.untyped_storage().data_ptr() for weight in self.parameters()}
+            states = [t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in held]
+            self._other_copies.offload(states)
+            self._other_copies.offload(self._gradient_buffers(), keep=False)
+        return_memory()
 
     def offload_weights(self) -> None:
         """With "all" leave the weights' memory, too."""
         if self._offload == "all":
             self._weight_copies.offload(self.parameters())
+        return_memory()
 
     def reload_weights(self) -> None:
         """Bring the weights back, and nothing else yet."""

@@ -11,6 +11,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+WAIT = timedelta(days=7)
+"""For gloo's collectives, which ranks wait in while one evaluates or generates. Who hangs or dies is found by
+the launcher."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -135,15 +139,17 @@ def start(
 ) -> World:
     """Join the agent's world over `store` and set up Megatron's parallel groups and random streams.
 
-    device: where the model lives; by default this process's GPU, or the CPU where there is none.
+    timeout: of NCCL's collectives. device: where the model lives; by default this process's GPU, or the CPU
+    where there is none.
     """
     device = device or _device()
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if on_gpu else "gloo",
         store=store,
         rank=rank,
         world_size=layout.world_size,
-        timeout=timeout,
+        timeout=timeout if on_gpu else WAIT,
     )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -154,7 +160,7 @@ def start(
         expert_tensor_parallel_size=1,
     )
     model_parallel_cuda_manual_seed(seed)
-    host_group = dist.group.WORLD if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
+    host_group = dist.new_group(backend="gloo", timeout=WAIT) if on_gpu else dist.group.WORLD
     assert host_group is not None
     return World(rank, layout.world_size, device, layout, host_group)
 

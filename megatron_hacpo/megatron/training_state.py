@@ -24,27 +24,12 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_hacpo.hf.write import by_bytes
 from megatron_hacpo.megatron.checkpoint import entries
 from megatron_hacpo.megatron.divided_states import DividedState, describe, finish
+from megatron_hacpo.megatron.offload import HostMemory
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.torch_dist import Writing, check_files, load_tensors
 
 LOAD_BYTES = 2**30
 """How much of the divided states is in host memory at once while they are loaded."""
-
-
-class Snapshots:
-    """Host memory for copies of tensors, which the next copies use again."""
-
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
-        self._buffers: list[torch.Tensor] = []
-
-    def like(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """A buffer for each of the tensors; what is in them is valid until the next call."""
-        if [(b.shape, b.dtype) for b in self._buffers] != [(t.shape, t.dtype) for t in tensors]:
-            self._buffers = [
-                torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=self._pinned) for t in tensors
-            ]
-        return self._buffers
 
 
 class TrainingState:
@@ -58,8 +43,7 @@ class TrainingState:
         # In float32 the optimizer's main weights are the model's.
         halves = next(modules[0].parameters()).dtype is not torch.float32
         self._kinds = ("exp_avg", "exp_avg_sq", *(["param"] if halves else []))
-        self._on_gpu = world.device.type == "cuda"
-        self._snapshots = Snapshots(pinned=self._on_gpu)
+        self._copies = HostMemory()
 
     @torch.no_grad()
     def writing(self, folder: Path, updates: int, *, copy: bool) -> Writing:
@@ -76,8 +60,11 @@ class TrainingState:
         distribute_main_replicas_with_precomputed_distribution(shards, group, distribution)
         mine = [shard for shard in shards if is_main_replica(shard.replica_id)]
         held = [shard for shard in mine if copy or shard.data.is_meta]
-        buffers = self._snapshots.like([shard.data for shard in held])
-        copies = {_place(shard): buffer for shard, buffer in zip(held, buffers, strict=True)}
+        buffers = self._copies.take([shard.data.nbytes for shard in held])
+        copies = {
+            _place(shard): buffer.view(shard.data.dtype).view(shard.data.shape)
+            for shard, buffer in zip(held, buffers, strict=True)
+        }
         for shard in held:
             if not shard.data.is_meta:
                 copies[_place(shard)].copy_(shard.data, non_blocking=True)
@@ -85,7 +72,7 @@ class TrainingState:
             for shard in _shards([state.of(state.gather())]):
                 if _place(shard) in copies:
                     copies[_place(shard)].copy_(shard.data, non_blocking=True)
-        if self._on_gpu:
+        if self._world.device.type == "cuda":
             torch.cuda.synchronize()
         values = [copies.get(_place(shard), shard.data).detach() for shard in mine]
         return Writing(mine, values.__getitem__, folder, self._world.host_group)

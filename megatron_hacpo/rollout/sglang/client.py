@@ -26,13 +26,15 @@ class ServerGone(ServerError):  # noqa: N818 - reads as what happened
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a server says of itself. tensor: its tensor-parallel size, in processes that hold weights."""
+    """What a server says of itself. tensor: its tensor-parallel size, in processes that hold weights.
+    cache_tokens: how many tokens its cache holds."""
 
     version: str
     model_path: str
     dtype: str
     tensor: int
     context_length: int
+    cache_tokens: int
 
 
 class ServerClient:
@@ -59,6 +61,14 @@ class ServerClient:
             return False
         return True
 
+    async def answers(self, seconds: float) -> bool:
+        """Whether the server's processes live, also while it is paused and generates nothing."""
+        try:
+            await self.get("/server_info", seconds=seconds)
+        except ServerError:
+            return False
+        return True
+
     async def info(self) -> ServerInfo:
         """Raises ServerError for a version that does not speak the weight protocol used here."""
         said = await self.get("/server_info")
@@ -68,7 +78,8 @@ class ServerClient:
             raise ServerError(f"{self.url} {wrong}")
         # A server without a limit of its own tells how long a prompt may be, six tokens less.
         context = said.get("context_length") or said["max_req_input_len"] + 6
-        return ServerInfo(version, said["model_path"], said["dtype"], said["tp_size"], context)
+        cache = said["max_total_num_tokens"]
+        return ServerInfo(version, said["model_path"], said["dtype"], said["tp_size"], context, cache)
 
     async def weight_version(self) -> str:
         """Of the weights that the server generates with."""

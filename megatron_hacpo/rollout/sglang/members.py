@@ -20,13 +20,15 @@ MEMORY: tuple[Memory, ...] = get_args(Memory)
 
 Server = ManagedServer | RemoteServer
 Place = LocalPlace | RemotePlace
-"""Calling it starts a server."""
+"""Calling it starts a server, with a cache of at most so many tokens if they are given."""
 
 
 @dataclass(eq=False)
 class Member:
     """One server's place. server: None for one that somebody else started. start: makes a new process.
-    incarnation: counts the processes that had this place. holds: which of a GPU's memory it has."""
+    incarnation: counts the processes that had this place. holds: which of a GPU's memory it has.
+    cache_tokens: size of the first one's cache, which the others get, too: where a trainer has left the GPU
+    for a while, one that starts meanwhile must not take its place."""
 
     number: int
     client: ServerClient
@@ -37,6 +39,7 @@ class Member:
     state: State = "starting"
     incarnation: int = 0
     holds: set[Memory] = field(default_factory=lambda: set(MEMORY))
+    cache_tokens: int | None = None
     why_lost: str = field(default="")
 
     @property
@@ -84,7 +87,7 @@ class Members:
         else:
             member.restarts_left -= 1
             self._warn(f"SGLang {member.name} is started again ({why}); {member.restarts_left} more times")
-            member.server = member.start()
+            member.server = member.start(member.cache_tokens)
             member.client = member.server.client
             member.incarnation += 1
             member.holds = set(MEMORY)
@@ -102,8 +105,11 @@ class Members:
 
     async def hold(self, tag: Memory, held: bool) -> None:
         """Have every server that lives take or give back memory, where it does not do so already: SGLang dies
-        of taking what it has. One that does not answer is failed."""
+        of taking what it has. One that does not answer is failed. What is given back is nobody's any more:
+        those that are being started are waited for."""
         path = "/resume_memory_occupation" if held else "/release_memory_occupation"
+        while self._restarts and not held:
+            await asyncio.gather(*self._restarts, return_exceptions=True)
         asked = [m for m in self.of("stale", "serving") if (tag in m.holds) != held]
         posts = (m.client.post(path, {"tags": [tag]}) for m in asked)
         answers = await asyncio.gather(*posts, return_exceptions=True)
@@ -114,6 +120,8 @@ class Members:
                 raise answer
             else:
                 member.holds ^= {tag}
+        if self._restarts and not held:
+            await self.hold(tag, held)
 
     async def close(self) -> None:
         """End the run's own servers, which hold nothing that is worth waiting for."""

@@ -37,8 +37,9 @@ ORDER_SECONDS = 0.2
 
 
 class _Keys:
-    """In the store, of one server's place. order: the number of the process that is to run there. started,
-    ended and kill, each with such a number: that the process runs, has ended, or has to end."""
+    """In the store, of one server's place. order: the number of the process that is to run there, and the
+    tokens of its cache or 0. started, ended and kill, each with such a number: that the process runs, has
+    ended, or has to end."""
 
     def __init__(self, agent: str, number: int) -> None:
         place = f"servers/{agent}/{number}"
@@ -76,12 +77,13 @@ def serve(config: RunConfig, agent: str, number: int) -> None:
     store.set(keys.address, joined(host, ports.first))
     server, current = None, -1
     while True:
-        ordered = int(store.get(keys.order)) if store.check([keys.order]) else -1
+        ordered, cache = map(int, store.get(keys.order).split()) if store.check([keys.order]) else (-1, 0)
         if ordered > current:
             if server is not None:
                 server.kill()
             current = ordered
-            server = ManagedServer(spec, server_log(config.path, agent, number, current), ports)
+            log = server_log(config.path, agent, number, current)
+            server = ManagedServer(spec.with_cache(cache or None), log, ports)
             store.set(f"{keys.started}/{current}", "")
         elif server is not None and store.check([f"{keys.kill}/{current}"]):
             server.kill()
@@ -93,14 +95,23 @@ def serve(config: RunConfig, agent: str, number: int) -> None:
 class RemoteServer:
     """A server that another node has been ordered to start, and a client for it."""
 
-    def __init__(self, store: "Store", address: str, key: str, log: Path, keys: _Keys, current: int) -> None:
+    def __init__(
+        self,
+        store: "Store",
+        address: str,
+        key: str,
+        log: Path,
+        keys: _Keys,
+        current: int,
+        cache_tokens: int | None,
+    ) -> None:
         """current: counts the processes that were ordered for this place."""
         self._store = store
         self._log = log
         self._keys = keys
         self._current = current
         self.client = ServerClient(f"http://{address}", key)
-        store.set(keys.order, str(current))
+        store.set(keys.order, f"{current} {cache_tokens or 0}")
 
     async def ready(self, seconds: float) -> None:
         """As `ManagedServer.ready`."""
@@ -143,7 +154,7 @@ class RemotePlace:
             ) from error
         self._starts = 0
 
-    def __call__(self) -> RemoteServer:
+    def __call__(self, cache_tokens: int | None = None) -> RemoteServer:
         current, self._starts = self._starts, self._starts + 1
         log = server_log(self._run_dir, self._agent, self._number, current)
-        return RemoteServer(self._store, self._address, self._key, log, self._keys, current)
+        return RemoteServer(self._store, self._address, self._key, log, self._keys, current, cache_tokens)

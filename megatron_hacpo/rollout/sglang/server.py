@@ -5,7 +5,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_hacpo.config import AgentConfig
@@ -33,6 +33,7 @@ CONTEXT_MARGIN = 8
 """Tokens that SGLang keeps back of its context length."""
 
 POLL_SECONDS = 0.5
+LIBRARIES = "LD_LIBRARY_PATH"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
@@ -56,6 +57,10 @@ class ServerSpec:
     colocated: bool = False
     arguments: Sequence[str] = ()
 
+    def with_cache(self, tokens: int | None) -> "ServerSpec":
+        """The same with another `cache_tokens`; None: itself."""
+        return self if tokens is None else replace(self, cache_tokens=tokens)
+
     def command(self, port: int) -> list[str]:
         """Of the server without its key, which other users of the machine would see here. port: the first of
         two."""
@@ -76,6 +81,8 @@ class ServerSpec:
             "--mem-fraction-static": self.memory_fraction,
             "--device": "cpu" if on_cpu else "cuda",
             "--base-gpu-id": self.first_gpu,
+            # SGLang's own choice on Hopper, FlashAttention 3, has no float32.
+            "--attention-backend": "triton" if self.dtype == "float32" and not on_cpu else None,
             "--log-level": "warning",
         }
         given = [str(part) for key, value in values.items() if value is not None for part in (key, value)]
@@ -88,6 +95,8 @@ class ServerSpec:
         kept = {
             k: v for k, v in os.environ.items() if k.lower() not in (*_PROXIES, "pythonpath", "pythonhome")
         }
+        if LIBRARIES in kept:  # containers name their own torch there, which the servers' must not find
+            kept[LIBRARIES] = ":".join(p for p in kept[LIBRARIES].split(":") if "/torch/lib/" not in f"{p}/")
         return {
             **kept,
             "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
@@ -189,7 +198,10 @@ class ManagedServer:
 
 
 class LocalPlace:
-    """Where a server of this process runs. Calling it starts one, each time with a log of its own."""
+    """Where a server of this process runs. Calling it starts one, each time with a log of its own.
+
+    cache_tokens: as of `ServerSpec`, if that should be another one.
+    """
 
     def __init__(self, spec: ServerSpec, run_dir: Path, agent: str, number: int) -> None:
         self._spec = spec
@@ -197,10 +209,10 @@ class LocalPlace:
         self._agent, self._number = agent, number
         self._starts = 0
 
-    def __call__(self) -> ManagedServer:
+    def __call__(self, cache_tokens: int | None = None) -> ManagedServer:
         log = server_log(self._run_dir, self._agent, self._number, self._starts)
         self._starts += 1
-        return ManagedServer(self._spec, log)
+        return ManagedServer(self._spec.with_cache(cache_tokens), log)
 
 
 def last_lines(log: Path) -> str:

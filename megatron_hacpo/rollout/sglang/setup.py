@@ -70,15 +70,16 @@ def open_rollout(
     if ranks.is_leader:
         loop = LoopThread()
         members = _start(name, settings, context, run_dir, seed, device, warn, loop)
+    kind = _kind(settings, ranks, warn)
     sync = WeightSync(
         ranks,
         weights,
         ExpectedWeights(tensor_shapes(hf_config), getattr(torch, settings.dtype)),
-        lambda loop: _transport(name, settings, run_dir, ranks, device, loop),
+        lambda loop: _transport(kind, name, settings, run_dir, ranks, device, loop),
         bucket_bytes=sglang.bucket_mb * 2**20,
         checking_transport=(
-            (lambda loop: DiskTransport(loop, run_dir / "weights" / f"{name}-check", ranks.stage))
-            if sglang.verify_sync and sglang.transport != "disk"
+            (lambda loop: _files(settings, run_dir / "weights" / f"{name}-check", ranks, loop))
+            if sglang.verify_sync and kind != "disk"
             else None
         ),
     )
@@ -149,24 +150,55 @@ def _start(
     return members
 
 
+def _kind(settings: AgentConfig, ranks: Ranks, warn: Callable[[str], None]) -> str:
+    """The transport that `auto` stands for, the same on all ranks: what two versions of torch share are files
+    for certain, neither handles of a GPU's memory nor NCCL."""
+    sglang = settings.rollout.sglang
+    if sglang.transport != "auto":
+        return sglang.transport
+    kind = "tensor" if settings.placement.colocated else "distributed"
+    if ranks.is_leader:
+        theirs, ours = _servers_torch(sglang.python), torch.__version__
+        if theirs is not None and theirs.partition("+")[0] != ours.partition("+")[0]:
+            warn(
+                f"rollout.sglang.transport: auto is disk, as the servers have torch {theirs} and the trainer "
+                f"{ours}; {kind} is faster, if it works between them: benchmarks/gpu_sglang.py"
+            )
+            kind = "disk"
+    return ranks.broadcast(kind.encode() if ranks.is_leader else None).decode()
+
+
 def _transport(
-    name: str, settings: AgentConfig, run_dir: Path, ranks: Ranks, device: torch.device, loop: LoopThread
+    kind: str,
+    name: str,
+    settings: AgentConfig,
+    run_dir: Path,
+    ranks: Ranks,
+    device: torch.device,
+    loop: LoopThread,
 ) -> Transport:
     sglang = settings.rollout.sglang
-    if sglang.transport == "tensor" or (sglang.transport == "auto" and settings.placement.colocated):
+    if kind == "tensor":
         return TensorTransport(loop)
-    if sglang.transport == "disk":
+    if kind == "disk":
         folder = Path(sglang.weights_dir) / name if sglang.weights_dir else run_dir / "weights" / name
-        return DiskTransport(loop, folder, ranks.stage)
+        return _files(settings, folder, ranks, loop)
     timeout = timedelta(seconds=sglang.hang_seconds)
     group = f"{name}-stage{ranks.stage}-{os.getpid()}"
-    return DistributedTransport(loop, group, device, timeout, _servers_torch(sglang.python))
+    theirs = _servers_torch(sglang.python) or "not known"
+    return DistributedTransport(loop, group, device, timeout, theirs)
 
 
-def _servers_torch(python: str | None) -> str:
-    """The version of torch beside an interpreter of this node; servers do not tell theirs."""
+def _files(settings: AgentConfig, folder: Path, ranks: Ranks, loop: LoopThread) -> DiskTransport:
+    """A server has as long for them as for its start."""
+    return DiskTransport(loop, folder, ranks.stage, 60.0 * settings.rollout.sglang.start_minutes)
+
+
+def _servers_torch(python: str | None) -> str | None:
+    """The version of torch beside an interpreter of this node; None if that is not here. Servers do not tell
+    theirs."""
     if python is None or not Path(python).is_file():
-        return "not known"
+        return None
     code = "from importlib.metadata import version; print(version('torch'))"
     return subprocess.run(
         [python, "-I", "-c", code], capture_output=True, text=True, check=True
@@ -231,7 +263,7 @@ async def _check(member: Member, settings: AgentConfig, needed: int) -> None:
         said = await member.client.info()
     except ServerError as error:
         raise ValueError(f"rollout.sglang: {error}") from None
-    member.tensor = said.tensor
+    member.tensor, member.cache_tokens = said.tensor, said.cache_tokens
     where = f"rollout.sglang: {member.client.url}"
     if not _same_model(Path(said.model_path), Path(settings.model)):
         raise ValueError(

@@ -10,11 +10,14 @@ import torch
 
 from megatron_hacpo.hf.write import by_bytes
 from megatron_hacpo.rollout.base import finite
-from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError
+from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.transports import DiskTransport, Target, Transport
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
+
+ALIVE_SECONDS = 30.0
+"""In which a server that lives answers."""
 
 
 class Ranks(Protocol):
@@ -187,29 +190,36 @@ class WeightSync:
                     sent.result()
             except ServerError as failed:
                 error = failed
-        return self._blame(servers, error) if error is not None else None
+        return self._dead(dict.fromkeys(servers, error)) if error is not None else None
 
-    def _blame(self, servers: Sequence[Target], error: ServerError) -> dict[int, str]:
-        """Which servers do not live any more. Raises the error if all do: another attempt would not help."""
-        healthy = [self._loop.start(target.client.healthy(30.0)) for target in servers]
-        dead = {t.number: str(error) for t, alive in zip(servers, healthy, strict=True) if not alive.result()}
+    def _dead(self, failed: Mapping[Target, ServerError]) -> dict[int, str]:
+        """Which of these servers do not live any more, with what they failed with. Raises that if all do:
+        another attempt would not help."""
+        answers = {target: self._loop.start(target.client.answers(ALIVE_SECONDS)) for target in failed}
+        dead = {t.number: str(error) for t, error in failed.items() if not answers[t].result()}
         if not dead:
-            raise error
+            raise next(iter(failed.values()))
         return dead
 
     def _on_servers(
         self, servers: Sequence[Target], action: Callable[[Target], Coroutine[Any, Any, None]]
     ) -> None:
-        """The leader does it with all servers at once; every rank learns which failed."""
-        failure: dict[int, str] = {}
+        """The leader does it with all servers at once; every rank learns which are dead. One that did not
+        answer in time is, whatever it answers later."""
+        dead: dict[int, str] = {}
         if self._ranks.is_leader:
+            refused: dict[Target, ServerError] = {}
             futures = [(t, self._loop.start(action(t))) for t in servers]
             for target, future in futures:
                 try:
                     future.result()
+                except ServerGone as error:
+                    dead[target.number] = str(error)
                 except ServerError as error:
-                    failure[target.number] = str(error)
-        self._agree(failure, source=0)
+                    refused[target] = error
+            if refused and not dead:
+                dead = self._dead(refused)
+        self._agree(dead, source=0)
 
     def _agree(self, failure: Mapping[int, str] | None, *, source: int) -> None:
         """Raise SyncFailed on every rank if rank `source` has a failure to tell."""

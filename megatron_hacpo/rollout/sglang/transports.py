@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import torch
@@ -25,6 +25,8 @@ from megatron_hacpo.hf.write import write_weights
 from megatron_hacpo.process.network import own_address
 from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.loop import LoopThread
+
+T = TypeVar("T")
 
 Bucket = list[tuple[str, torch.Tensor]]
 """(Hugging Face name, full tensor), non-empty."""
@@ -124,17 +126,15 @@ class DistributedTransport:
             self._loop.start(t.client.post("/update_weights_from_distributed", request)) for t in targets
         ]
         try:
-            works = [self._group.broadcast(tensor, 0) for tensor in tensors]
-            for work in works:
-                _wait_for(work.is_completed, posts)
-                work.wait()
+            # NCCL connects in the first broadcast, which waits for the others as gloo's constructor does.
+            self._abandonable(lambda: _broadcast(self._group, tensors), posts)
             for post in posts:
                 post.result()
         except RuntimeError as error:
             self._leave()  # the servers that still wait for bytes see the connection go
             if isinstance(error, ServerError):
                 raise
-            raise ServerGone(f"weights could not be sent: {error}") from error
+            raise ServerGone(f"weights could not be sent: {error}; {self._versions()}") from error
 
     def close(self) -> None:
         self._leave()
@@ -172,26 +172,37 @@ class DistributedTransport:
         # The prefixes under which SGLang's own torch looks for the others.
         inner = dist.PrefixStore(f"{self._group_name}/", dist.PrefixStore(self._group_name, self._store))
         store = dist.PrefixStore("cpu/" if backend == "gloo" else "cuda/", inner)
-        made: Future[Any] = Future()
-        # A constructor waits for the others, so it is a thread's that may be left alone when one refuses.
-        threading.Thread(
-            target=_make_group, args=(made, backend, store, world, self._timeout), daemon=True
-        ).start()
         try:
-            _wait_for(made.done, posts)
-            self._group = made.result()
+            self._group = self._abandonable(lambda: _make_group(backend, store, world, self._timeout), posts)
             for post in posts:
                 post.result()
         except RuntimeError as error:
             if isinstance(error, ServerError):
                 raise
             urls = ", ".join(target.client.url for target in targets)
-            raise ServerGone(
-                f"no process group with {urls} within {self._timeout.total_seconds():g} s ({error}); "
-                f"the servers' torch is {self._servers_torch}, the trainer's {torch.__version__}: "
-                "if they do not go together, use transport: disk"
-            ) from error
+            raise ServerGone(f"no process group with {urls}: {error}; {self._versions()}") from error
         self._joined = members
+
+    def _abandonable(self, action: Callable[[], T], posts: "Sequence[Future[Any]]") -> T:
+        """What `action` returns, which waits for the servers: in a thread that is left alone when a request
+        fails, with its error, or when the time is over."""
+        done: Future[T] = Future()
+        threading.Thread(target=_run, args=(done, action), daemon=True).start()
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        while not done.done():
+            for post in posts:
+                if post.done():
+                    post.result()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"not done within {self._timeout.total_seconds():g} s")
+            time.sleep(0.0005)
+        return done.result()
+
+    def _versions(self) -> str:
+        return (
+            f"the servers' torch is {self._servers_torch}, the trainer's {torch.__version__}: "
+            "if they do not go together, use transport: disk"
+        )
 
     def _leave(self) -> None:
         if self._group is not None:
@@ -199,26 +210,29 @@ class DistributedTransport:
         self._group, self._joined = None, ()
 
 
-def _make_group(made: "Future[Any]", backend: str, store: dist.Store, world: int, timeout: timedelta) -> None:
-    """A process group in which this process is rank 0, into `made`."""
+def _run(done: "Future[T]", action: Callable[[], T]) -> None:
     try:
-        if backend == "gloo":
-            made.set_result(dist.ProcessGroupGloo(store, 0, world, timeout))
-        else:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            made.set_result(dist.ProcessGroupNCCL(store, 0, world, options))
-    except RuntimeError as error:
-        made.set_exception(error)
+        done.set_result(action())
+    except BaseException as error:  # the one who waits for it raises it
+        done.set_exception(error)
 
 
-def _wait_for(done: Callable[[], bool], posts: "Sequence[Future[Any]]") -> None:
-    """Until `done`; a request that fails meanwhile ends it with its error."""
-    while not done():
-        for post in posts:
-            if post.done():
-                post.result()
-        time.sleep(0.0005)
+def _make_group(backend: str, store: dist.Store, world: int, timeout: timedelta) -> Any:
+    """A process group in which this process is rank 0."""
+    if backend == "gloo":
+        return dist.ProcessGroupGloo(store, 0, world, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, 0, world, options)
+
+
+def _broadcast(group: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """From rank 0, to its end."""
+    works = [group.broadcast(tensor, 0) for tensor in tensors]
+    for work in works:
+        work.wait()
+    if tensors[0].is_cuda:
+        torch.cuda.synchronize(tensors[0].device)
 
 
 async def _destroy_group(target: Target, name: str) -> None:
@@ -272,9 +286,11 @@ def serialized(bucket: Bucket) -> str:
 class DiskTransport:
     """Weights as files in a folder that trainer and servers share; servers see a complete folder or none."""
 
-    def __init__(self, loop: LoopThread, folder: Path, stage: int) -> None:
-        """folder: this transport's own. stage: of the pipeline; each writes files of its own."""
+    def __init__(self, loop: LoopThread, folder: Path, stage: int, seconds: float) -> None:
+        """folder: this transport's own. stage: of the pipeline; each writes files of its own. seconds: in
+        which a server has read them."""
         self._loop = loop
+        self._seconds = seconds
         self._partial = folder / ".partial"
         self._folder = folder
         self._stage = stage
@@ -294,7 +310,7 @@ class DiskTransport:
     async def finish(self, target: Target, version: str) -> None:
         complete = self._folder / f"version-{version}"
         request = {"model_path": str(complete.absolute()), "weight_version": version, "flush_cache": True}
-        await target.client.post("/update_weights_from_disk", request)
+        await target.client.post("/update_weights_from_disk", request, seconds=self._seconds)
         await target.client.post("/continue_generation", {})
 
     def start(self) -> None:
