@@ -97,10 +97,10 @@ class Group:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Any:
         assert (tensor.is_contiguous(), root) == (True, 0)
-        return SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
+        return SimpleNamespace(wait=lambda: None)
 
 
-transports._make_group = lambda made, *_: made.set_result(Group())
+transports._make_group = lambda *_: Group()
 scheduler = Scheduler()
 http_server.set_global_state(
     http_server._GlobalState(tokenizer_manager=scheduler, template_manager=None, scheduler_info={})
