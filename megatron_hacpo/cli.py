@@ -170,12 +170,11 @@ def doctor(
 def probe(
     config: Config,
     nodes: Annotated[str, typer.Option(metavar="NAME,NAME", help="All nodes of the job.")],
-    token: Annotated[Path, typer.Option(metavar="FILE", help="What every node should see.")],
 ) -> None:
     """Look at one node of a Slurm job; [bold]launch --slurm[/bold] starts this on each."""
     from megatron_hacpo.doctor.job import probe as look_around
 
-    look_around(config, token, nodes.split(","), os.environ["SLURMD_NODENAME"])
+    look_around(config, nodes.split(","), os.environ["SLURMD_NODENAME"])
 
 
 @app.command(hidden=True)

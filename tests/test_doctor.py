@@ -24,7 +24,7 @@ from megatron_hacpo.doctor.examine import examine, examine_job
 from megatron_hacpo.doctor.finding import Finding, has_error, show
 from megatron_hacpo.doctor.judge import judge, nodes_of
 from megatron_hacpo.doctor.memory import GB, MemoryEstimate, estimate
-from megatron_hacpo.doctor.node import Gpu, NodeReport, look
+from megatron_hacpo.doctor.node import Gpu, NodeReport, look, shared_folders
 from megatron_hacpo.doctor.reach import meet
 from megatron_hacpo.doctor.shape import Shape, read_shape, read_shapes
 from megatron_hacpo.hf.families import head_size, tensor_shapes
@@ -137,7 +137,7 @@ def node(host: str = "a", **changes: Any) -> NodeReport:
         "disk": 10_000 * GB,
         "paths": {"data.path": "data/math_train.jsonl"},
         "models": {QWEN: "1", LLAMA: "2"},
-        "token": True,
+        "seen": {"run.dir": True},
     }
     return NodeReport(**{**usual, **changes})
 
@@ -653,7 +653,7 @@ CASES = {
     "little memory": ({"host_memory": 300 * GB}, "warning", "host memory", "b: 300 GB"),
     "path": ({"missing": ["data.path"]}, "error", "data.path", "not there on b; use a file system"),
     "model": ({"models": {QWEN: "1", LLAMA: "3"}}, "error", f"agents.{LLAMA}.model", "3 on b"),
-    "token": ({"token": False}, "error", "run.dir", "b does not see"),
+    "unseen": ({"seen": {"run.dir": False}}, "error", "run.dir", "b does not see"),
     "little disk": ({"disk": 300 * GB}, "error", "disk", "300 GB free"),
     "some disk": ({"disk": 600 * GB}, "warning", "disk", "lower checkpoint.keep_last"),
 }
@@ -688,6 +688,21 @@ def test_all_nodes_are_wrong(models: Path, case: str) -> None:
     changes, level, subject = ALL[case]
     found = bad(judge(load(TWO_NODES), [node(host, **changes) for host in "ab"]))
     assert [finding.level for finding in found if finding.subject == subject] == [level]
+
+
+@pytest.mark.parametrize(("transport", "level"), [("auto", "error"), ("disk", "error"), ("tensor", None)])
+def test_weights_travel_through_folders_that_all_nodes_see(
+    models: Path, transport: str, level: str | None
+) -> None:
+    key = f"agents.{QWEN}.rollout.sglang.weights_dir"
+    settings = [f"{key}=/scratch", f"agents.{QWEN}.rollout.sglang.transport={transport}"]
+    config = load(TWO_NODES, settings)
+    assert shared_folders(config).keys() == {"run.dir", *([key] if level else [])}
+    seen = dict.fromkeys(shared_folders(config), True)
+    blind = {**seen, key: False} if level else seen
+    found = [f for f in judge(config, [node("a", seen=seen), node("b", seen=blind)]) if f.subject == key]
+    assert [f.level for f in found] == ([level] if level else [])
+    assert all(f.text.startswith("/scratch: b does not see what is written there; set") for f in found)
 
 
 @pytest.mark.parametrize(
@@ -779,8 +794,8 @@ def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.chdir(ROOT)
     token = tmp_path / "token"
     config = load(PAIR, [f"run.dir={tmp_path}/not/there/yet", "agents.B.model=examples/tiny/none"])
-    report = look(config, token, PAIR)
-    assert report.token is False
+    report = look(config, {"run.dir": str(token)}, PAIR)
+    assert report.seen == {"run.dir": False}
     assert report.missing == ["agents.B.model"]
     assert report.paths["config"] == str(PAIR)
     assert report.models["A"] is not None
@@ -790,8 +805,8 @@ def test_a_look_at_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert report.disk > 0
     assert report.host_memory > GB
     token.touch()
-    assert look(config, token).token is True
-    assert look(None).token is None
+    assert look(config, {"run.dir": str(token)}).seen == {"run.dir": True}
+    assert look(None).seen == {}
     assert msgspec.json.decode(msgspec.json.encode(report), type=NodeReport) == report
 
 
@@ -979,7 +994,7 @@ def test_a_job_with_an_error_does_not_start(models: Path) -> None:
     out = StringIO()
     config, console = load(TWO_NODES), Console(file=out)
     assert examine_job(config, [node("a"), node("b")], console)
-    assert not examine_job(config, [node("a"), node("b", token=False)], console)
+    assert not examine_job(config, [node("a"), node("b", seen={"run.dir": False})], console)
     assert "error   run.dir: " in out.getvalue()
 
 

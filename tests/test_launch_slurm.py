@@ -196,6 +196,12 @@ def read(machines: SlurmJob, folder: Path, code: int | None, text: str) -> list[
             "srun: launch/slurm: _step_signal: Terminating StepId=4.0\nsrun: error: n0: task 0: Terminated\n",
             ["A.rank1 exited with code 2"],
         ),
+        (
+            143,
+            "srun: error: n0: task 1: Exited with exit code 2\n"
+            "srun: Terminating job step 4.0\nsrun: error: n0: task 0: Terminated\n",
+            ["A.rank1 exited with code 2"],
+        ),
         (137, "srun: error: n0: tasks 0-1: Killed\n",
          ["A.rank0 was killed by SIGKILL", "A.rank1 was killed by SIGKILL"]),
         (0, "srun: error: Node failure on n0\n", ["A has lost its node n0"]),

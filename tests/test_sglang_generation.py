@@ -44,8 +44,8 @@ class Client:
             },
         }
 
-    async def healthy(self, seconds: float) -> bool:
-        return self.alive
+    async def unhealthy(self, seconds: float) -> str | None:
+        return None if self.alive else "no answer"
 
     async def close(self) -> None:
         pass

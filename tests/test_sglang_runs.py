@@ -244,5 +244,5 @@ def test_a_port_of_another_program_is_left_alone(monkeypatch: pytest.MonkeyPatch
 def test_client_names_the_server_that_does_not_answer() -> None:
     loop = LoopThread()
     client = ServerClient("http://127.0.0.1:1", None)
-    assert not loop.run(client.healthy(1.0))
+    assert loop.run(client.unhealthy(1.0)) is not None
     loop.close()

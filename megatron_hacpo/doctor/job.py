@@ -3,7 +3,7 @@
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ from megatron_hacpo.config import ConfigError, RunConfig, dump
 from megatron_hacpo.config.load import resolve
 from megatron_hacpo.config.yaml12 import parse
 from megatron_hacpo.doctor.examine import examine_job
-from megatron_hacpo.doctor.node import NodeReport, look
+from megatron_hacpo.doctor.node import NodeReport, look, shared_folders
 from megatron_hacpo.doctor.reach import meet
 from megatron_hacpo.launch.run import serve_store
 from megatron_hacpo.launch.slurm import SlurmJob
@@ -43,17 +43,9 @@ def examine_nodes(config: RunConfig, file: Path, machines: SlurmJob, console: Co
     names = [node.name for node in machines.nodes]
     store = serve_store(machines.host)
     store.set("doctor/config", dump(config))
-    with _token(config) as token, tempfile.TemporaryDirectory() as logs:
-        command = [
-            "-m",
-            "megatron_hacpo",
-            "probe",
-            str(file),
-            "--token",
-            str(token),
-            "--nodes",
-            ",".join(names),
-        ]
+    with _tokens(config) as tokens, tempfile.TemporaryDirectory() as logs:
+        store.set("doctor/tokens", msgspec.json.encode(tokens).decode())
+        command = ["-m", "megatron_hacpo", "probe", str(file), "--nodes", ",".join(names)]
         workers = machines.probes(command, joined(machines.host, store.port), Path(logs))
         began = time.monotonic()
 
@@ -86,7 +78,7 @@ def examine_nodes(config: RunConfig, file: Path, machines: SlurmJob, console: Co
     )
 
 
-def probe(file: Path, token: Path, nodes: list[str], node: str) -> None:
+def probe(file: Path, nodes: list[str], node: str) -> None:
     """Be `examine_nodes`' process on `node`. The configuration comes from the store: no file is sure to be
     seen from here."""
     address = store_address()
@@ -94,22 +86,26 @@ def probe(file: Path, token: Path, nodes: list[str], node: str) -> None:
     store = connect(address)
     config = resolve(parse(store.get("doctor/config").decode()))
     met = meet(store, node, nodes, own_address(address[0]), MEET_SECONDS)
-    report = msgspec.structs.replace(look(config, token, file), host=node)
+    tokens = msgspec.json.decode(store.get("doctor/tokens"), type=dict[str, str])
+    report = msgspec.structs.replace(look(config, tokens, file), host=node)
     store.set(_key(node), msgspec.json.encode(Answer(report, met)).decode())
 
 
 @contextmanager
-def _token(config: RunConfig) -> Iterator[Path]:
-    """A file beside the run's folder."""
-    folder = Path(config.run.dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=folder) as file:
-            yield Path(file.name).absolute()
-    except OSError as error:
-        raise ConfigError(
-            [f"run.dir: {config.run.dir}: cannot write there ({error.strerror}); choose another"]
-        ) from None
+def _tokens(config: RunConfig) -> Iterator[dict[str, str]]:
+    """A file in each folder that nodes share, by the folder's key."""
+    with ExitStack() as files:
+        tokens = {}
+        for key, folder in shared_folders(config).items():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = tempfile.NamedTemporaryFile(prefix=".seen-by-all-", dir=folder)  # noqa: SIM115
+            except OSError as error:
+                raise ConfigError(
+                    [f"{key}: {folder}: cannot write there ({error.strerror}); choose another"]
+                ) from None
+            tokens[key] = str(Path(files.enter_context(file).name).absolute())
+        yield tokens
 
 
 def _key(node: str) -> str:

@@ -9,7 +9,7 @@ from megatron_hacpo.doctor import balance, memory, packages
 from megatron_hacpo.doctor.balance import Machine, device_of
 from megatron_hacpo.doctor.finding import Finding
 from megatron_hacpo.doctor.memory import MemoryEstimate, gb
-from megatron_hacpo.doctor.node import Gpu, NodeReport
+from megatron_hacpo.doctor.node import Gpu, NodeReport, shared_folders
 from megatron_hacpo.doctor.shape import ITEM_BYTES, Shape, read_shapes
 from megatron_hacpo.launch.placement import Block, Node, Placement, place
 
@@ -41,7 +41,7 @@ def judge(
         found += _network(met)
     if config is None:
         return found
-    found += [*_paths(reports), *_models(config, reports), *_token(config, reports)]
+    found += [*_paths(reports), *_models(config, reports), *_seen(config, reports)]
     shapes: dict[str, Shape] = {}
     for name, shape in read_shapes(config).items():
         if isinstance(shape, Shape):
@@ -163,13 +163,16 @@ def _models(config: RunConfig, reports: Sequence[NodeReport]) -> Iterator[Findin
             yield Finding("error", f"agents.{name}.model", f"{text}; copy the same folder to all")
 
 
-def _token(config: RunConfig, reports: Sequence[NodeReport]) -> Iterator[Finding]:
-    blind = [report.host for report in reports if report.token is False]
-    if blind:
-        text = f"{config.path}: {', '.join(blind)} does not see what is written there"
-        yield Finding("error", "run.dir", f"{text}; set run.dir to a folder that all nodes share")
-    elif all(report.token for report in reports):
-        yield Finding("ok", "run.dir", f"{config.path}: all {len(reports)} nodes see what is written there")
+def _seen(config: RunConfig, reports: Sequence[NodeReport]) -> Iterator[Finding]:
+    folders = shared_folders(config)
+    for key in reports[0].seen:
+        blind = [report.host for report in reports if not report.seen[key]]
+        if blind:
+            text = f"{folders[key]}: {', '.join(blind)} does not see what is written there"
+            yield Finding("error", key, f"{text}; set {key} to a folder that all nodes share")
+        else:
+            text = f"{folders[key]}: all {len(reports)} nodes see what is written there"
+            yield Finding("ok", key, text)
 
 
 def _disk(config: RunConfig, reports: Sequence[NodeReport], shapes: Mapping[str, Shape]) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -66,8 +66,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     shared_memory, disk: bytes; the latter two free, in /dev/shm and in the file system of `run.dir`; None
     where there is none. paths: what the run reads, by key of the configuration (`config` for the file
     itself). missing: those keys of which the path is not there. models: by agent, a digest of its
-    config.json; None without one. token: whether the launcher's file in the run's folder is seen; None if
-    there was none to look for.
+    config.json; None without one. seen: by key of a folder, whether the launcher's file in it is seen; those
+    that there was one to look for in.
     """
 
     host: str
@@ -82,14 +82,17 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     paths: dict[str, str] = {}
     missing: list[str] = []
     models: dict[str, str | None] = {}
-    token: bool | None = None
+    seen: dict[str, bool] = {}
 
 
-def look(config: RunConfig | None, token: Path | None = None, file: Path | None = None) -> NodeReport:
+def look(
+    config: RunConfig | None, tokens: Mapping[str, str] | None = None, file: Path | None = None
+) -> NodeReport:
     """This node, now.
 
-    token: a file that the launcher wrote into the run's folder. file: the configuration's. GPUs and servers'
-    environments are looked at by other processes, since memory that CUDA takes for a look would stay taken.
+    tokens: files that the launcher wrote, by key of their folder. file: the configuration's. GPUs and
+    servers' environments are looked at by other processes, since memory that CUDA takes for a look would stay
+    taken.
     """
     gpus, gpu_problem = _gpus()
     agents = config.agents if config is not None else {}
@@ -108,8 +111,19 @@ def look(config: RunConfig | None, token: Path | None = None, file: Path | None 
         paths=paths,
         missing=[key for key, path in paths.items() if not os.path.exists(path)],
         models={name: _digest(Path(agent.model) / "config.json") for name, agent in agents.items()},
-        token=None if token is None else token.is_file(),
+        seen={key: os.path.isfile(path) for key, path in (tokens or {}).items()},
     )
+
+
+def shared_folders(config: RunConfig) -> dict[str, Path]:
+    """What all nodes must see what is written in, by key: the run's, and those of weights on their way to
+    servers."""
+    folders = {"run.dir": Path(config.run.dir)}
+    for name, agent in config.agents.items():
+        sglang = agent.rollout.sglang
+        if agent.rollout.engine == "sglang" and sglang.weights_dir and sglang.transport in ("auto", "disk"):
+            folders[f"agents.{name}.rollout.sglang.weights_dir"] = Path(sglang.weights_dir)
+    return folders
 
 
 def _paths(config: RunConfig | None, file: Path | None) -> Iterator[tuple[str, str]]:

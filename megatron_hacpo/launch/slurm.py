@@ -54,7 +54,7 @@ STEP = 'export RANK=$SLURM_PROCID LOCAL_RANK=$(($SLURM_LOCALID + $FIRST_DEVICE))
 _ENDED = re.compile(r"^srun: error: \S+: tasks? ([\d,-]+): (.*)$", re.MULTILINE)
 _NODE_FAILED = re.compile(r"^srun: error: Node failure on (\S+)", re.MULTILINE)
 _ERROR = re.compile(r"^srun: error: (.*)$", re.MULTILINE)
-_TERMINATING = re.compile(r"^srun: .*Terminating (?:Job)?Step", re.MULTILINE | re.IGNORECASE)
+_TERMINATING = re.compile(r"^srun: .*Terminating (?:Job ?)?Step", re.MULTILINE | re.IGNORECASE)
 """From here on srun ends the tasks itself."""
 
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+)(?: Mem=\S+)?(?: GRES=(\S*))?")

@@ -53,13 +53,13 @@ class ServerClient:
     async def get(self, path: str, *, seconds: float | None = CONTROL_SECONDS) -> Any:
         return await self._request("GET", path, None, seconds)
 
-    async def healthy(self, seconds: float) -> bool:
-        """Whether the server generates a token within `seconds`."""
+    async def unhealthy(self, seconds: float) -> str | None:
+        """Why the server does not generate a token within `seconds`; None if it does."""
         try:
             await self.get("/health_generate", seconds=seconds)
-        except ServerError:
-            return False
-        return True
+        except ServerError as error:
+            return str(error)
+        return None
 
     async def answers(self, seconds: float) -> bool:
         """Whether the server's processes live, also while it is paused and generates nothing."""

@@ -145,14 +145,13 @@ class Generation:
     async def _is_lost(self, member: Member, incarnation: int) -> bool:
         """Whether a server did not answer because it is dead, and not because a connection was lost."""
         known = member.state != "serving" or member.incarnation != incarnation
-        return known or not await member.client.healthy(self._hang_seconds)
+        return known or await member.client.unhealthy(self._hang_seconds) is not None
 
     async def _watch(self, member: Member) -> None:
         """Find out when it hangs, which no request does: a response may take any time."""
         incarnation = member.incarnation
         while member.state == "serving" and member.incarnation == incarnation:
-            if not await member.client.healthy(self._hang_seconds):
-                why = f"no answer to a health check in {self._hang_seconds:g} s"
+            if (why := await member.client.unhealthy(self._hang_seconds)) is not None:
                 await self._members.fail(member, why, incarnation)
                 return
             await asyncio.sleep(self._hang_seconds / 4)

@@ -120,7 +120,7 @@ class RemoteServer:
             started = self._store.check(
                 [f"{self._keys.started}/{self._current}"]
             )  # else its predecessor answers
-            if started and await self.client.healthy(seconds=max(5.0, POLL_SECONDS)):
+            if started and await self.client.unhealthy(max(5.0, POLL_SECONDS)) is None:
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(failure(self.client, self._log, f"does not answer after {seconds:g} s"))

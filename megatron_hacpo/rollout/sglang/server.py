@@ -172,7 +172,7 @@ class ManagedServer:
         """Wait until it generates. Raises RuntimeError with the end of its log if it ends or takes longer."""
         deadline = time.monotonic() + seconds
         while not self._child.has_ended():
-            if await self.client.healthy(seconds=max(5.0, POLL_SECONDS)):
+            if await self.client.unhealthy(max(5.0, POLL_SECONDS)) is None:
                 return
             if time.monotonic() > deadline:
                 raise RuntimeError(self._failure(f"does not answer after {seconds:g} s"))
