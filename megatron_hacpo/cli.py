@@ -1,21 +1,23 @@
 """The command line. It imports nothing heavy before a command needs it."""
 
+import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from megatron_hacpo.convert import to_hf, to_megatron
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatron_hacpo.config import RunConfig
     from megatron_hacpo.launch.folder import Resume
+
+_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
+"""What a file system says that is full or not to be written."""
 
 EPILOG = """
 [dim]To begin:[/dim]  hacpo launch examples/tiny/pair.yaml
@@ -332,13 +334,22 @@ def _check_agent(run: "RunConfig", agent: str) -> None:
 
 
 def main(command: Callable[[], None] = app) -> None:
-    """Entry point. A ValueError is a mistake of the user's: its lines, exit code 2, and a traceback only if
-    the environment has HACPO_TRACEBACK=1."""
+    """Entry point. A ValueError is a mistake of the user's: its lines, exit code 2. What a disk refuses is a
+    line, too, with exit code 1. A traceback is there only if the environment has HACPO_TRACEBACK=1."""
     try:
         command()
     except ValueError as error:
-        if os.environ.get("HACPO_TRACEBACK") == "1":
-            traceback.print_exc()
-        for line in str(error).splitlines() or [repr(error)]:
-            print(f"error: {line}", file=sys.stderr)
-        sys.exit(2)
+        _tell(str(error).splitlines() or [repr(error)], code=2)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+        _tell([f"{error.filename or 'a file'}: {error.strerror}"], code=1)
+
+
+def _tell(lines: Sequence[str], *, code: int) -> NoReturn:
+    """Of the error that is being handled."""
+    if os.environ.get("HACPO_TRACEBACK") == "1":
+        traceback.print_exc()
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr)
+    sys.exit(code)

@@ -1,5 +1,6 @@
 """The command line: help, exit codes, one `error: ` line a mistake, and nothing started by a mistake."""
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_hacpo import cli
 from megatron_hacpo.config import RunConfig, dump, load
+from megatron_hacpo.hf.write import complete_or_absent
 from megatron_hacpo.launch.supervise import Interrupted, Process, WorkerFailed
 from megatron_hacpo.report import MetricsWriter
 
@@ -203,13 +205,31 @@ def test_a_users_mistake_met_in_training_is_one_line_unless_more_is_asked_for(
     assert shown.endswith("\nerror: agents.A.model: x: y; z\n")
 
 
-def test_a_fault_of_the_programs_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Any) -> None:
+    """With the folder that could not be written: the kernel names none when a file gets too long."""
+
     def fail(run: RunConfig, agent: str, start: int) -> None:
-        raise ZeroDivisionError
+        with complete_or_absent(tmp_path / "hf", replace=True) as beside:
+            (beside / "config.json").touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setitem(sys.modules, "megatron_hacpo.train", SimpleNamespace(train=fail))
+    monkeypatch.delenv("HACPO_TRACEBACK", raising=False)
+    assert hacpo(monkeypatch, "train", PAIR, "--agent", "A") == 1
+    assert capsys.readouterr().err == f"error: {tmp_path}/hf: No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("fault", [ZeroDivisionError(), ConnectionResetError(errno.ECONNRESET, "reset")])
+def test_a_fault_of_the_programs_keeps_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, fault: Exception
+) -> None:
+    def fail(run: RunConfig, agent: str, start: int) -> None:
+        raise fault
 
     monkeypatch.setitem(sys.modules, "megatron_hacpo.train", SimpleNamespace(train=fail))
     monkeypatch.setattr(sys, "argv", ["hacpo", "train", PAIR, "--agent", "A"])
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(type(fault)):
         cli.main()
 
 

@@ -62,8 +62,10 @@ def complete_or_absent(target: Path, *, replace: bool) -> Iterator[Path]:
             if replace and target.exists():
                 shutil.rmtree(target)
             beside.replace(target)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(beside, ignore_errors=True)
+            if isinstance(error, OSError):  # a full disk is told without a name
+                raise OSError(error.errno, error.strerror, str(target)) from error
             raise
     finally:
         os.close(descriptor)

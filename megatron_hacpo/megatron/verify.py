@@ -25,7 +25,7 @@ _SEED = 1
 def verify_tensors(folder: Path, checkpoint: Path, progress: Progress) -> int:
     """Compare every tensor bit by bit, in the shorter of the two dtypes; how many there are.
 
-    RuntimeError names the first one that differs.
+    ValueError names the first one that differs.
     """
     weights = HFWeights(folder)
     count = 0
@@ -35,7 +35,11 @@ def verify_tensors(folder: Path, checkpoint: Path, progress: Progress) -> int:
             other = weights.slice(name)[:]
             dtype = min(tensor.dtype, other.dtype, key=lambda d: d.itemsize)
             if not torch.equal(tensor.to(dtype).view(torch.uint8), other.to(dtype).view(torch.uint8)):
-                raise RuntimeError(f"{name} differs between {checkpoint} and {folder}")
+                wrong = (tensor.float() - other.float()).abs().max()
+                raise ValueError(
+                    f"{checkpoint}: {name} is up to {wrong:.3g} from the one of {folder}; convert it "
+                    "again, or compare it with the model that it was made of"
+                )
             progress(tensor.nbytes)
             count += 1
     return count
@@ -44,7 +48,7 @@ def verify_tensors(folder: Path, checkpoint: Path, progress: Progress) -> int:
 def verify_log_probs(folder: Path, checkpoint: Path) -> float:
     """Mean |Megatron - transformers| log-prob, in nats, of random tokens after random prompts.
 
-    Both models are in memory at once, in float32. RuntimeError if it is above `LIMIT`.
+    Both models are in memory at once, in float32. ValueError if it is above `LIMIT`.
     """
     config = hf_config(folder)
     rng = np.random.default_rng(_SEED)
@@ -59,8 +63,9 @@ def verify_log_probs(folder: Path, checkpoint: Path) -> float:
         theirs = _transformers_log_probs(folder, ids, world.device)
     gap = float((ours - theirs).abs().mean())
     if not gap <= LIMIT:
-        raise RuntimeError(
-            f"log-probs of {checkpoint} are {gap:.2g} from those of {folder} in the mean, above {LIMIT:g}"
+        raise ValueError(
+            f"{checkpoint}: log-probs are {gap:.2g} from those of {folder} in the mean, above {LIMIT:g}; "
+            "convert it again, or compare it with the model that it was made of"
         )
     return gap
 
