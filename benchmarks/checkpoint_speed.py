@@ -19,25 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_llama import make_policy, write_folder
 
 from megatron_hacpo.checkpoint.files import describe, sync_file
 from megatron_hacpo.checkpoint.saver import Saver
 from megatron_hacpo.checkpoint.state import AgentState
-from megatron_hacpo.config import CheckpointConfig, OptimizerConfig
+from megatron_hacpo.config import CheckpointConfig
 from megatron_hacpo.megatron import runtime
 from megatron_hacpo.megatron.policy import Policy
-
-SHAPE = LlamaConfig(
-    vocab_size=32_000,
-    hidden_size=768,
-    intermediate_size=2048,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=12,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -63,24 +52,13 @@ def save(policy: Policy, folder: Path) -> None:
     writing.describe()
 
 
-def make_policy(model: Path, world: runtime.World) -> Policy:
-    """With Adam's states, which random gradients have made."""
-    policy = Policy(
-        model,
-        world=world,
-        dtype=torch.float32,
-        optimizer=OptimizerConfig(),
-        steps=1,
-        temperature=1.0,
-        microbatch_tokens=1024,
-        keep_reference=False,
-    )
+def give_states(policy: Policy) -> None:
+    """Adam's states, which random gradients make."""
     for part in policy._parts:
         for buffer in part.buffers:
             buffer.grad_data.normal_(std=1e-3)
     policy._optimizer.step()
     policy.updates = 1
-    return policy
 
 
 def state(step: int) -> AgentState:
@@ -141,8 +119,10 @@ def main() -> None:
 def measure(folder: Path, world: runtime.World, repeats: int) -> None:
     """See the module."""
     model = folder / "model"
-    LlamaForCausalLM(SHAPE).save_pretrained(model)
+    write_folder(model)
     policy, other = make_policy(model, world), make_policy(model, world)
+    give_states(policy)
+    give_states(other)
     save(policy, folder / "first")
     size = sum(file.stat().st_size for file in (folder / "first").iterdir())
     copied, saved, hashed, loaded, waited, went_on = ([] for _ in range(6))

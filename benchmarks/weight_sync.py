@@ -20,27 +20,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_llama import make_policy, write_folder
 
-from megatron_hacpo.config import OptimizerConfig
 from megatron_hacpo.hf.families import tensor_shapes
 from megatron_hacpo.megatron import runtime
-from megatron_hacpo.megatron.policy import Policy
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.server import ManagedServer, ServerSpec
 from megatron_hacpo.rollout.sglang.sync import ExpectedWeights, WeightSync
 from megatron_hacpo.rollout.sglang.transports import DiskTransport, DistributedTransport, TensorTransport
 
-SHAPE = LlamaConfig(
-    vocab_size=32_000,
-    hidden_size=768,
-    intermediate_size=2048,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=12,
-    max_position_embeddings=1024,
-    tie_word_embeddings=True,
-)
 KEY = "benchmark"
 TIMEOUT = timedelta(minutes=5)
 
@@ -81,17 +69,8 @@ def main() -> None:
 
 def measure(folder: Path, world: runtime.World, options: argparse.Namespace) -> None:
     model = folder / "model"
-    LlamaForCausalLM(SHAPE).save_pretrained(model)
-    policy = Policy(
-        model,
-        world=world,
-        dtype=torch.float32,
-        optimizer=OptimizerConfig(),
-        steps=1,
-        temperature=1.0,
-        microbatch_tokens=1024,
-        keep_reference=False,
-    )
+    write_folder(model)
+    policy = make_policy(model, world)
     size = sum(weight.nbytes for weight in policy.parameters())
     loop = LoopThread()
     python = str(Path(options.sglang_python).absolute())

@@ -9,7 +9,7 @@ from learner_steps import make_policy, pair_config, run_steps
 from megatron.core.optimizer import optimizer_config
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer, hybrid_optimizer
 
-from megatron_hacpo.megatron import policy as policy_module
+from megatron_hacpo.megatron import optimizer as optimizer_module
 from megatron_hacpo.megatron.cpu import _Stream
 from megatron_hacpo.megatron.offload import HostCopies, HostMemory
 from megatron_hacpo.megatron.policy import Policy
@@ -35,14 +35,14 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     monkeypatch.setattr(_Stream, "wait", lambda event, stream: None, raising=False)
     monkeypatch.setattr(optimizer_config, "is_te_min_version", lambda version: True)
-    monkeypatch.setattr(policy_module, "_offloads", lambda optimizer, device: True)
+    monkeypatch.setattr(optimizer_module, "_offloads", lambda optimizer, device: True)
 
 
 def test_offloaded_optimizer_gives_the_same_updates(world: World, request: pytest.FixtureRequest) -> None:
     usual, norms = trained(world)
     request.getfixturevalue("pretended_gpu")
     offloaded, other_norms = trained(world)
-    (optimizer,) = offloaded._megatron_optimizers()
+    (optimizer,) = optimizer_module.single_optimizers(offloaded._optimizer)
     assert isinstance(optimizer.optimizer, HybridDeviceOptimizer)
     assert other_norms == norms
     assert len(norms) == 12
@@ -57,10 +57,10 @@ def memory_of(policy: Policy) -> dict[str, int]:
         return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
 
     weights = storages(policy.parameters())
-    states = {key: size for key, size in storages(policy._optimizer_tensors()).items() if key not in weights}
+    states = {key: size for key, size in storages(policy.memory.states()).items() if key not in weights}
     return {
         "weights": sum(weights.values()),
-        "gradients": sum(storages(policy._gradient_buffers()).values()),
+        "gradients": sum(storages(policy.memory.gradients()).values()),
         "states": sum(states.values()),
     }
 
@@ -76,17 +76,17 @@ def test_a_trainer_that_left_its_memory_to_others_goes_on_as_if_nothing_was(
     plain, moved = make_policy(pair_config(*settings), "B", world), make_policy(config, "B", world)
     for _ in range(2):
         before = memory_of(moved)
-        moved.offload_states()
+        moved.memory.offload_states()
         assert memory_of(moved) == {**before, "gradients": 0, "states": 0}
         sent = {name: weight.clone() for name, weight in moved.export()}
         assert all(torch.equal(sent[name], weight) for name, weight in plain.export())
-        moved.offload_weights()
+        moved.memory.offload_weights()
         left = 0 if offload == "all" else before["weights"]
         assert memory_of(moved) == {"weights": left, "gradients": 0, "states": 0}
-        moved.reload_weights()
+        moved.memory.reload_weights()
         assert memory_of(moved)["weights"] == before["weights"]
         assert memory_of(moved)["gradients"] == 0
-        moved.reload()
+        moved.memory.reload()
         assert memory_of(moved) == before
         norms = [[r.grad_norm for r in run_steps(config, "B", policy, 1)] for policy in (plain, moved)]
         assert norms[0] == norms[1]

@@ -98,7 +98,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunConfig]:
 
 def train_agent(settings: list[str], agent: str, store: str) -> None:
     """What `hacpo train` does, in a process of its own."""
-    from megatron_hacpo.bootstrap import STORE_VARIABLE
+    from megatron_hacpo.process.store import STORE_VARIABLE
     from megatron_hacpo.train import train
 
     os.environ[STORE_VARIABLE] = store

@@ -55,7 +55,7 @@ class Served:
             run_dir=folder,
             seed=1,
             warn=self.warnings.append,
-            trainer=self.policy,
+            trainer=self.policy.memory,
         )
         self.members = self.rollout._members
         self.loop = self.rollout._loop

@@ -8,7 +8,8 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from megatron_hacpo.config import RunConfig
-from megatron_hacpo.config.schema import AgentConfig, BenchmarkConfig, Section
+from megatron_hacpo.config.schema import AgentConfig, BenchmarkConfig
+from megatron_hacpo.config.section import Section
 
 TARGET = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = """# Configuration

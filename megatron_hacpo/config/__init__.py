@@ -2,9 +2,9 @@
 
 from megatron_hacpo.config.check import check
 from megatron_hacpo.config.load import ConfigError, dump, load, resolve
+from megatron_hacpo.config.method import AlgorithmConfig
 from megatron_hacpo.config.schema import (
     AgentConfig,
-    AlgorithmConfig,
     BatchConfig,
     CheckpointConfig,
     ChecksConfig,

@@ -10,7 +10,8 @@ from megatron_hacpo.config.check_data import data_problems
 from megatron_hacpo.config.check_model import model_problems
 from megatron_hacpo.config.check_rollout import rollout_problems
 from megatron_hacpo.config.errors import ConfigError, line
-from megatron_hacpo.config.schema import RunConfig, method_value
+from megatron_hacpo.config.method import method_value
+from megatron_hacpo.config.schema import RunConfig
 
 RESERVED = re.compile(
     r"logs(\.\d+)?|step_\d+(\.\d+)?|(config\.yaml|(identity|launch|summary)\.json|curves\.png)", re.IGNORECASE

@@ -8,7 +8,8 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from megatron_hacpo.config.schema import INHERITED, RunConfig, Section
+from megatron_hacpo.config.schema import INHERITED, RunConfig
+from megatron_hacpo.config.section import Section
 
 Keys = tuple[int | str, ...]
 """Keys from the top of the file, such as ("agents", "A", "model")."""

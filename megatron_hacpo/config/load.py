@@ -10,7 +10,8 @@ from pydantic import ValidationError
 
 from megatron_hacpo.config import yaml12
 from megatron_hacpo.config.errors import ConfigError, dotted, explain, kind_at, known_keys, unknown_key
-from megatron_hacpo.config.schema import INHERITED, RunConfig, method_value
+from megatron_hacpo.config.method import method_value
+from megatron_hacpo.config.schema import INHERITED, RunConfig
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -50,8 +50,6 @@ def judge(
             found.append(Finding("error", key, f"{config.agents[name].model}: {shape}"))
     found += _disk(config, reports, shapes)
     nodes = nodes if nodes is not None else nodes_of(reports)
-    if crowded := list(_crowded(config)):  # `place` relies on it
-        return [*found, *crowded]
     try:
         placements = place(config, nodes)
     except ConfigError as error:
@@ -197,17 +195,6 @@ def _disk(config: RunConfig, reports: Sequence[NodeReport], shapes: Mapping[str,
 def _saved_bytes(config: RunConfig, agent: str) -> int:
     """Of a parameter in a checkpoint: the weight, in bfloat16 also in float32, and Adam's two moments."""
     return {"float32": 4 + 8, "bfloat16": 2 + 4 + 8}[config.agents[agent].dtype]
-
-
-def _crowded(config: RunConfig) -> Iterator[Finding]:
-    """Colocated servers with more GPUs than their agent has, which `check` refuses too."""
-    for name, agent in config.agents.items():
-        sglang, ranks = agent.rollout.sglang, agent.parallel.world_size
-        if agent.placement.colocated and sglang.servers * sglang.tensor > ranks:
-            text = (
-                f"{sglang.servers} of {sglang.tensor} GPUs, and the agent's processes have {ranks}; lower one"
-            )
-            yield Finding("error", f"agents.{name}.rollout.sglang.servers", text)
 
 
 def _fit(

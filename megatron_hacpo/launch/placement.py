@@ -206,14 +206,13 @@ class _Packing:
         count, tensor = _servers(agent), _tensor(agent)
         key = f"agents.{name}.rollout.sglang"
         if agent.placement.colocated:
-            each = ranks[0].count
+            each, size = ranks[0].count, agent.parallel.world_size
+            if count * tensor > size:
+                wrong = f"{count} of {tensor} GPUs, and the agent's processes have {size}; lower one"
+                raise DoesNotFit([f"{key}.servers: {wrong}"])
             if count and tensor > 1 and each % tensor != 0 and count * tensor > each:
                 raise DoesNotFit(
                     [f"{key}.tensor: {tensor} does not divide the agent's {each} devices of a node"]
-                )
-            if count * tensor > each * len(ranks):
-                raise DoesNotFit(
-                    [f"{key}.servers: {count} need more devices than the agent's processes have"]
                 )
             places = [divmod(number * tensor, each) for number in range(count)]
             return tuple(Block(ranks[i].node, ranks[i].first + j, tensor) for i, j in places)

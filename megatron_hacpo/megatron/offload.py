@@ -1,12 +1,81 @@
-"""Tensors whose memory somebody else needs for a while: copied to the host, or forgotten, and back."""
+"""A trainer's memory that somebody else needs for a while: copied to the host, or forgotten, and back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any, Literal
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
+
+from megatron_hacpo.megatron.optimizer import single_optimizers
+
+Offload = Literal["none", "optimizer", "all"]
 
 _ALIGNMENT = 64
 """Bytes, so that a view of any dtype may begin there."""
+
+
+class TrainerMemory:
+    """What a trainer has on its device between two steps. Implements `rollout.sglang.turns.Trainer`."""
+
+    def __init__(
+        self,
+        offload: Offload,
+        parts: Sequence[DistributedDataParallel],
+        optimizer: Any,
+        device: torch.device,
+    ) -> None:
+        """offload: what is moved. parts, optimizer: of the model, Megatron's."""
+        self._offload = offload
+        self._parts = parts
+        self._optimizer = optimizer
+        self._device = device
+        self._weight_copies, self._other_copies = HostCopies(), HostCopies()
+
+    def offload_states(self) -> None:
+        """Leave the device's memory to others, but for the weights: gradients and optimizer states, and what
+        the allocator keeps."""
+        if self._offload != "none":
+            held = {weight.untyped_storage().data_ptr() for weight in self.weights()}
+            states = [t for t in self.states() if t.untyped_storage().data_ptr() not in held]
+            self._other_copies.offload(states)
+            self._other_copies.offload(self.gradients(), keep=False)
+        return_memory()
+
+    def offload_weights(self) -> None:
+        """With "all" leave the weights' memory, too."""
+        if self._offload == "all":
+            self._weight_copies.offload(self.weights())
+        return_memory()
+
+    def reload_weights(self) -> None:
+        """Bring the weights back, and nothing else yet."""
+        self._weight_copies.reload()
+
+    def reload(self) -> None:
+        """Bring everything back; gradients are 0."""
+        self._weight_copies.reload()
+        self._other_copies.reload()
+
+    def weights(self) -> Iterator[torch.Tensor]:
+        for part in self._parts:
+            yield from part.parameters()
+
+    def states(self) -> Iterator[torch.Tensor]:
+        """The optimizer's and its float32 weights, as far as they are on the device."""
+        for single in single_optimizers(self._optimizer):
+            inner = single.optimizer
+            values = [v for state in inner.state.values() for v in state.values()]
+            shown = [p for group in inner.param_groups for p in group["params"]]
+            for tensor in [*values, *shown]:
+                if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
+                    yield tensor
+
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """Megatron's buffers."""
+        for part in self._parts:
+            for buffer in [*part.buffers, *part.expert_parallel_buffers]:
+                yield buffer.grad_data
 
 
 class HostMemory:

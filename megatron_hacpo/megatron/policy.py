@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -15,8 +15,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -26,11 +24,11 @@ from megatron_hacpo.hf.read import HFWeights, is_checkpoint
 from megatron_hacpo.megatron import batching
 from megatron_hacpo.megatron.checkpoint import load_checkpoint
 from megatron_hacpo.megatron.conversion import load_weights, parts
-from megatron_hacpo.megatron.layers import HAVE_TE
 from megatron_hacpo.megatron.load_balance import LoadBalance
 from megatron_hacpo.megatron.logprob import response_log_probs
 from megatron_hacpo.megatron.model import Recompute, build, hf_config, transformer_config
-from megatron_hacpo.megatron.offload import HostCopies, return_memory
+from megatron_hacpo.megatron.offload import Offload, TrainerMemory
+from megatron_hacpo.megatron.optimizer import build_optimizer, build_schedule, single_optimizers
 from megatron_hacpo.megatron.packing import Division, PackedMicroBatch, TokenSequence, pack
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.stream import hf_tensors, to_leader
@@ -40,8 +38,6 @@ from megatron_hacpo.megatron.training_state import TrainingState
 Gradient = list[list[torch.Tensor]]
 """fp32, per Megatron optimizer: what this rank counts in the norm, so that over the optimizer's ranks each
 element appears once."""
-
-Offload = Literal["none", "optimizer", "all"]
 
 Loss = Callable[[PackedMicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, log-probs of its response tokens, float32 [r]) -> (loss to be summed, what to hand back)."""
@@ -79,7 +75,7 @@ class Update:
 class Policy:
     """One agent's trainable Megatron model, its optimizer, and (for a KL penalty) its frozen reference.
 
-    updates: optimizer steps made, over all RL steps.
+    updates: optimizer steps made, over all RL steps. memory: of its device, for others to use.
     """
 
     def __init__(
@@ -99,11 +95,9 @@ class Policy:
     ) -> None:
         """microbatch_tokens: of a forward pass on one rank. recompute: as in `transformer_config`.
         router_aux_loss_coef: weight of the loss that balances experts; 0 for a model without experts.
-        offload: what `offload` moves.
+        offload: what `memory.offload` moves.
         """
         self.world = world
-        self._offload = offload
-        self._weight_copies, self._other_copies = HostCopies(), HostCopies()
         self.hf_config = hf_config(folder)
         self._temperature = temperature
         layout = world.layout
@@ -140,11 +134,9 @@ class Policy:
         ]
         for part in self._parts:
             part.train()  # there is no dropout; one mode for log-probs and updates keeps them equal
-        in_host_memory = _offloads(optimizer, world.device)
-        self._optimizer = get_megatron_optimizer(
-            _optimizer_config(optimizer, dtype, in_host_memory), self._parts
-        )
-        self._schedule = _schedule(self._optimizer, optimizer, steps)
+        self._optimizer = build_optimizer(optimizer, self._parts, dtype, world.device)
+        self._schedule = build_schedule(self._optimizer, optimizer, steps)
+        self.memory = TrainerMemory(offload, self._parts, self._optimizer, world.device)
         self._state = TrainingState(self.modules, self._optimizer, world)
         self.updates = 0
         megatron_config.finalize_model_grads_func = _sum_model_grads
@@ -248,7 +240,7 @@ class Policy:
     def gradient_cosine(self, a: Gradient, b: Gradient) -> float | None:
         """cos(a, b) of two gradients over all ranks; None if one is 0. Collective."""
         total = torch.zeros(3, dtype=torch.float64, device=self.world.device)
-        for optimizer, mine, other in zip(self._megatron_optimizers(), a, b, strict=True):
+        for optimizer, mine, other in zip(single_optimizers(self._optimizer), a, b, strict=True):
             part = torch.zeros_like(total)
             for x, y in zip(mine, other, strict=True):
                 part += torch.stack([(p.double() * q.double()).sum() for p, q in ((x, y), (x, x), (y, y))])
@@ -258,50 +250,7 @@ class Policy:
         return dot / math.sqrt(first * second) if first * second > 0.0 else None
 
     def _gradient(self) -> Gradient:
-        return [[g.clone() for g in o.get_grads_for_grad_norm()] for o in self._megatron_optimizers()]
-
-    def _megatron_optimizers(self) -> list[Any]:
-        return list(getattr(self._optimizer, "chained_optimizers", [self._optimizer]))
-
-    def offload_states(self) -> None:
-        """Leave the device's memory to others, but for the weights: gradients and optimizer states, and what
-        the allocator keeps."""
-        if self._offload != "none":
-            held = {weight.untyped_storage().data_ptr() for weight in self.parameters()}
-            states = [t for t in self._optimizer_tensors() if t.untyped_storage().data_ptr() not in held]
-            self._other_copies.offload(states)
-            self._other_copies.offload(self._gradient_buffers(), keep=False)
-        return_memory()
-
-    def offload_weights(self) -> None:
-        """With "all" leave the weights' memory, too."""
-        if self._offload == "all":
-            self._weight_copies.offload(self.parameters())
-        return_memory()
-
-    def reload_weights(self) -> None:
-        """Bring the weights back, and nothing else yet."""
-        self._weight_copies.reload()
-
-    def reload(self) -> None:
-        """Bring everything back; gradients are 0."""
-        self._weight_copies.reload()
-        self._other_copies.reload()
-
-    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """States and float32 weights on the device."""
-        for optimizer in self._megatron_optimizers():
-            inner = optimizer.optimizer
-            values = [v for state in inner.state.values() for v in state.values()]
-            shown = [p for group in inner.param_groups for p in group["params"]]
-            for tensor in [*values, *shown]:
-                if isinstance(tensor, torch.Tensor) and tensor.device.type == self.world.device.type:
-                    yield tensor
-
-    def _gradient_buffers(self) -> Iterator[torch.Tensor]:
-        for part in self._parts:
-            for buffer in [*part.buffers, *part.expert_parallel_buffers]:
-                yield buffer.grad_data
+        return [[g.clone() for g in o.get_grads_for_grad_norm()] for o in single_optimizers(self._optimizer)]
 
     def state_writing(self, folder: Path, *, copy: bool) -> Writing:
         """What writes weights and optimizer states into `folder`; see `TrainingState.writing`."""
@@ -423,53 +372,3 @@ def _cost(config: TransformerConfig, vocab_size: int) -> batching.Cost:
 def _sum_model_grads(model: list[torch.nn.Module], num_tokens: Any = None, **kwargs: Any) -> None:
     """Megatron's gradient reductions without its division by a token count: losses come normalised."""
     finalize_model_grads(model, None, **kwargs)
-
-
-def _offloads(optimizer: settings.OptimizerConfig, device: torch.device) -> bool:
-    """Whether float32 weights and optimizer states leave the device for host memory, where a CPU's are."""
-    if not optimizer.cpu_offload or device.type == "cpu":
-        return False
-    if not HAVE_TE:
-        raise ValueError(
-            "optimizer.cpu_offload: true: megatron-core needs TransformerEngine; install the extra `gpu`"
-        )
-    return True
-
-
-def _optimizer_config(
-    optimizer: settings.OptimizerConfig, dtype: torch.dtype, offload: bool
-) -> OptimizerConfig:
-    return OptimizerConfig(
-        optimizer="adam",
-        lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        weight_decay=optimizer.weight_decay,
-        adam_beta1=optimizer.betas[0],
-        adam_beta2=optimizer.betas[1],
-        adam_eps=optimizer.eps,
-        clip_grad=optimizer.clip_grad,
-        use_distributed_optimizer=optimizer.distributed,
-        optimizer_cpu_offload=offload,
-        optimizer_offload_fraction=1.0,
-        use_precision_aware_optimizer=offload,  # else the float32 weights would stay on the device
-        bf16=dtype is torch.bfloat16,
-        params_dtype=dtype,
-    )
-
-
-def _schedule(
-    megatron_optimizer: Any, optimizer: settings.OptimizerConfig, steps: int
-) -> OptimizerParamScheduler:
-    return OptimizerParamScheduler(
-        megatron_optimizer,
-        init_lr=0.0,
-        max_lr=optimizer.lr,
-        min_lr=optimizer.min_lr,
-        lr_warmup_steps=optimizer.warmup_steps,
-        lr_decay_steps=max(steps, optimizer.warmup_steps + 1),
-        lr_decay_style=optimizer.schedule,
-        start_wd=optimizer.weight_decay,
-        end_wd=optimizer.weight_decay,
-        wd_incr_steps=steps,
-        wd_incr_style="constant",
-    )

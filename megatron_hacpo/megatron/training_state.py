@@ -25,6 +25,7 @@ from megatron_hacpo.hf.write import by_bytes
 from megatron_hacpo.megatron.checkpoint import entries
 from megatron_hacpo.megatron.divided_states import DividedState, describe, finish
 from megatron_hacpo.megatron.offload import HostMemory
+from megatron_hacpo.megatron.optimizer import single_optimizers
 from megatron_hacpo.megatron.runtime import World
 from megatron_hacpo.megatron.torch_dist import Writing, check_files, load_tensors
 
@@ -38,7 +39,7 @@ class TrainingState:
     def __init__(self, modules: Sequence[GPTModel], optimizer: Any, world: World) -> None:
         """optimizer: Megatron's, of the modules' parameters."""
         self._modules = modules
-        self._optimizers = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        self._optimizers = single_optimizers(optimizer)
         self._world = world
         # In float32 the optimizer's main weights are the model's.
         halves = next(modules[0].parameters()).dtype is not torch.float32
