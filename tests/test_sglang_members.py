@@ -12,7 +12,7 @@ import torch
 from learner_steps import pair_config
 
 from megatron_hacpo.rollout.sglang import setup
-from megatron_hacpo.rollout.sglang.client import ServerError, ServerGone
+from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members
 from megatron_hacpo.rollout.sglang.server import ServerSpec, server_spec
@@ -216,3 +216,22 @@ def test_servers_do_not_find_the_torch_of_the_trainers_container(monkeypatch: py
     paths = "/usr/lib/python3/dist-packages/torch/lib:/opt/cuda/lib64:/x/torch/lib/:/opt/torch/library"
     monkeypatch.setenv("LD_LIBRARY_PATH", paths)
     assert on_a_gpu("bfloat16").environment()["LD_LIBRARY_PATH"] == "/opt/cuda/lib64:/opt/torch/library"
+
+
+def test_half_an_answer_is_an_error_of_the_servers(loop: LoopThread) -> None:
+    """Of one that dies while it writes."""
+
+    async def half(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n{"text":')
+        await writer.drain()
+
+    async def serve() -> asyncio.Server:
+        return await asyncio.start_server(half, "127.0.0.1", 0)
+
+    server = loop.run(serve())
+    client = ServerClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", None)
+    with pytest.raises(ServerError, match="the answer is cut off or broken"):
+        loop.run(client.get("/server_info"))
+    loop.run(client.close())
+    server.close()

@@ -101,7 +101,7 @@ class ServerClient:
             await session.close()
 
     async def _request(self, method: str, path: str, body: Any, seconds: float | None) -> Any:
-        """Raises ServerGone without an answer, ServerError for one that is not 200."""
+        """Raises ServerGone without an answer, ServerError for one that is not 200 or is no JSON."""
         if self._session is None:
             headers = {} if self.key is None else {"Authorization": f"Bearer {self.key}"}
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=REUSED_SECONDS)
@@ -118,7 +118,12 @@ class ServerClient:
             raise ServerError(f"{self.url}{path}: wrong API key; give the server's own")
         if answer.status != 200:
             raise ServerError(f"{self.url}{path}: {answer.status}: {_reason(text)}")
-        return json.loads(text) if text.startswith(("{", "[", "null")) else None
+        if not text.startswith(("{", "[", "null")):
+            return None
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ServerError(f"{self.url}{path}: the answer is cut off or broken ({error})") from None
 
 
 def _reason(text: str) -> str:
