@@ -17,7 +17,7 @@ HEAD = """# Configuration
 A run is one YAML file (read by YAML 1.2's rules: `1e-6` is a number, `on` is text). Any value can be set on
 the command line: `--set algorithm.alpha=2 --set agents.A.parallel.tensor=2`; `--set 'agents.C={model: DIR}'`
 adds an agent and `--set agents.B=null` takes one out. Defaults are the paper's where it states one. This page
-is written by `tools/write_config_reference.py` from the models in `megatron_hacpo/config/schema.py`.
+is written by `tools/write_config_reference.py` from the models in `megatron_hacpo/config/`.
 """
 
 

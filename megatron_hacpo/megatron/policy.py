@@ -95,7 +95,7 @@ class Policy:
     ) -> None:
         """microbatch_tokens: of a forward pass on one rank. recompute: as in `transformer_config`.
         router_aux_loss_coef: weight of the loss that balances experts; 0 for a model without experts.
-        offload: what `memory.offload` moves.
+        offload: as of `TrainerMemory`.
         """
         self.world = world
         self.hf_config = hf_config(folder)
