@@ -220,6 +220,25 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (OSError(errno.ENOSPC, "full"), "{target}"),
+        (OSError(errno.EACCES, "not allowed", "{target.parent}/.hf.partial/a"), "{target}"),
+        (OSError(errno.EACCES, "not allowed", "/somewhere/else"), "/somewhere/else"),
+        (OSError("a message alone"), "None"),
+    ],
+)
+def test_errors_of_writing_name_what_was_to_be_written(error: OSError, named: str, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    if error.filename is not None:
+        error = OSError(error.errno, error.strerror, error.filename.format(target=target))
+    with pytest.raises(OSError) as raised, complete_or_absent(target, replace=True):
+        raise error
+    assert str(raised.value.filename) == named.format(target=target)
+    assert str(raised.value).startswith(str(error)[:10])
+
+
 @pytest.mark.parametrize("fault", [ZeroDivisionError(), ConnectionResetError(errno.ECONNRESET, "reset")])
 def test_a_fault_of_the_programs_keeps_its_traceback(
     monkeypatch: pytest.MonkeyPatch, fault: Exception

@@ -64,8 +64,11 @@ def complete_or_absent(target: Path, *, replace: bool) -> Iterator[Path]:
             beside.replace(target)
         except BaseException as error:
             shutil.rmtree(beside, ignore_errors=True)
-            if isinstance(error, OSError):  # a full disk is told without a name
-                raise OSError(error.errno, error.strerror, str(target)) from error
+            # Without a name a full disk is told, when a file that is open gets too long.
+            if isinstance(error, OSError) and error.errno is not None:
+                file = Path(error.filename) if error.filename is not None else beside
+                if file.is_relative_to(beside):
+                    raise OSError(error.errno, error.strerror, str(target)) from error
             raise
     finally:
         os.close(descriptor)
