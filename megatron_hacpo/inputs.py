@@ -14,6 +14,9 @@ from megatron_hacpo.data.source import ListSource, PromptSource, TaskSource
 from megatron_hacpo.reward.pool import RewardPool
 from megatron_hacpo.reward.registry import Spec
 
+_TOGETHER = 1000
+"""Prompts that are tokenized at a time."""
+
 
 def load_tokenizers(config: RunConfig) -> dict[str, AgentTokenizer]:
     """Every agent's tokenizer, by agent name."""
@@ -127,24 +130,35 @@ class Prompts:
         return {name: limit or agent.rollout.max_prompt_tokens for name, agent in agents}
 
     def _lengths(self, prompts: Sequence[Prompt]) -> dict[str, list[int]]:
-        """Tokens of each rendered prompt: every agent's tokenizer counts every prompt."""
-        return {
-            name: [_token_count(prompt, name, tokenizer) for prompt in prompts]
-            for name, tokenizer in self._tokenizers.items()
-        }
+        """Tokens of each rendered prompt: every agent's tokenizer counts every prompt, equal ones once."""
+        counted: dict[str, list[int]] = {}
+        for name, tokenizer in self._tokenizers.items():
+            if tokenizer.identity not in counted:
+                parts = (prompts[i : i + _TOGETHER] for i in range(0, len(prompts), _TOGETHER))
+                counts = [count for part in parts for count in _token_counts(part, name, tokenizer)]
+                counted[tokenizer.identity] = counts
+        return {name: counted[tokenizer.identity] for name, tokenizer in self._tokenizers.items()}
 
 
-def _token_count(prompt: Prompt, agent: str, tokenizer: AgentTokenizer) -> int:
-    """Tokens of a rendered prompt; ValueError if the agent would read something else than what it says."""
-    if lost := tokenizer.lost_characters(prompt.messages):
-        raise ValueError(
-            f"prompt {prompt.id}: agent {agent}'s vocabulary has no token for {lost!r}; "
-            "remove the prompt or change it"
-        )
-    count = len(tokenizer.render_prompt(prompt.messages))
-    if count == 0:
-        raise ValueError(f"prompt {prompt.id}: no tokens for agent {agent}; remove the prompt or change it")
-    return count
+def _token_counts(prompts: Sequence[Prompt], agent: str, tokenizer: AgentTokenizer) -> list[int]:
+    """Tokens of rendered prompts; ValueError if the agent would read something else than what one says."""
+    messages = [prompt.messages for prompt in prompts]
+    for prompt, lost in zip(prompts, tokenizer.lost_characters(messages), strict=True):
+        if lost:
+            raise ValueError(
+                f"prompt {prompt.id}: agent {agent}'s vocabulary has no token for {lost!r}; "
+                "remove the prompt or change it"
+            )
+    try:
+        counts = [len(ids) for ids in tokenizer.render_prompts(messages)]
+    except ValueError as error:
+        raise ValueError(f"agent {agent}: {error}") from error
+    for prompt, count in zip(prompts, counts, strict=True):
+        if count == 0:
+            raise ValueError(
+                f"prompt {prompt.id}: no tokens for agent {agent}; remove the prompt or change it"
+            )
+    return counts
 
 
 def _tokenizer(agent: AgentConfig) -> AgentTokenizer:

@@ -52,7 +52,7 @@ class Sampler:
         the rewards. What an attempt before, or the run to be replayed, has left on the disk is taken from
         there, with its rewards.
         """
-        prompt_ids = [self._tokenizer.render_prompt(p.messages) for p in prompts]
+        prompt_ids = self._tokenizer.render_prompts([p.messages for p in prompts])
         sampled = self._saved(prompts, prompt_ids, step) if self._world.is_leader else None
         there = bytes([sampled is not None]) if self._world.is_leader else None
         self._replays = self._world.broadcast(there) == b"\1"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import ByT5Tokenizer
 
-from megatron_hacpo.bridge.text import UnrepresentableTextError
+from megatron_hacpo.bridge.text import UnrepresentableTextError, spells_everything
 from megatron_hacpo.bridge.tokenizer import AgentTokenizer
 
 TINY = Path(__file__).parents[1] / "examples/tiny/A"
@@ -116,9 +116,51 @@ def test_no_template_is_an_error_with_the_fix(folders: dict[str, Path]) -> None:
 
 
 def test_template_that_refuses_the_messages(folders: dict[str, Path]) -> None:
-    template = "{{ raise_exception('no system role') }}"
-    with pytest.raises(ValueError, match="no system role"):
-        AgentTokenizer.load(folders["qwen"], chat_template=template).render_prompt(MESSAGES)
+    template = (
+        "{% if 'odd' in messages[0].content %}{{ raise_exception('no ' ~ messages[0].content) }}{% endif %}"
+    )
+    tokenizer = AgentTokenizer.load(folders["qwen"], chat_template=template)
+    odd = [{"role": "user", "content": "odd " + 1000 * "x"}]
+    with pytest.raises(ValueError) as caught:
+        tokenizer.render_prompts([MESSAGES, odd, MESSAGES])
+    told = str(caught.value)
+    assert told.startswith(f"tokenizer {folders['qwen']}: the chat template fails on the prompt 'odd xxx")
+    assert "x...' (TemplateError: no odd xxx" in told
+    assert told.endswith("x...): change the messages or set chat_template")
+    assert len(told) < 500 + len(str(folders["qwen"]))
+
+
+def test_only_a_vocabulary_of_all_bytes_is_trusted_to_spell_everything(
+    agents: dict[str, AgentTokenizer],
+) -> None:
+    trusted = {family for family, tokenizer in agents.items() if spells_everything(raw(tokenizer).to_str())}
+    assert trusted == {"qwen", "llama3"}
+    parts = json.loads(raw(agents["qwen"]).to_str())
+    removing = {"type": "Split", "pattern": {"String": "x"}, "behavior": "Removed", "invert": False}
+    steps = {"type": "Sequence", "pretokenizers": [removing, parts["pre_tokenizer"]]}
+    fewer = {token: i for token, i in parts["model"]["vocab"].items() if token != "a"}
+    for change in (
+        {"pre_tokenizer": steps},
+        {"pre_tokenizer": None},
+        {"decoder": None},
+        {"normalizer": {"type": "StripAccents"}},
+        {"model": {**parts["model"], "vocab": fewer}},
+    ):
+        assert not spells_everything(json.dumps(parts | change))
+    steps["pretokenizers"][0] = removing | {"behavior": "Isolated"}
+    assert spells_everything(json.dumps(parts | {"pre_tokenizer": steps}))
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3", "characters"])
+def test_prompts_together_are_what_each_is_alone(agents: dict[str, AgentTokenizer], family: str) -> None:
+    tokenizer = agents[family]
+    contents = ["1+2=", "", "hello \u4f60 <think>", "1-2=" * 50]
+    prompts = [[*MESSAGES, {"role": "user", "content": content}] for content in contents]
+    assert tokenizer.render_prompts(prompts) == [tokenizer.render_prompt(messages) for messages in prompts]
+    assert tokenizer.lost_characters(prompts) == [
+        tokenizer.lost_characters([messages])[0] for messages in prompts
+    ]
+    assert tokenizer.render_prompts([]) == tokenizer.lost_characters([]) == []
 
 
 # --- loading and stop tokens -----------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from itertools import combinations, product
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from sglang_servers import sglang_python
 
 from megatron_hacpo.config import ConfigError, RolloutConfig, load
@@ -222,6 +225,18 @@ def test_checkpoints_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[
     config = load("examples/tiny/pair.yaml", ["evaluation.prompts=8"])
     main(config, ["B"], ["greedy"], tmp_path / "alone")
     assert problems_of(out / "A.3", "greedy") == problems_of(tmp_path / "alone" / "B", "greedy")
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    shutil.copytree("examples/tiny/A", tmp_path / "A")
+    file = tmp_path / "A" / "model.safetensors"
+    weights = load_file(file)
+    weights["model.norm.weight"][0] = math.nan
+    save_file(weights, file, metadata={"format": "pt"})
+    first = re.escape(rule_task.held_out(8)[0].id)
+    told = rf'agents\.A\.model: ".*/A": sampled, prompt {first}: log-probs are not finite: .*; give a folder'
+    with pytest.raises(ConfigError, match=told):
+        evaluate(tmp_path, models=[str(tmp_path / "A")])
 
 
 @pytest.mark.sglang

@@ -1,11 +1,13 @@
 """Prompts that an agent cannot read as they are."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from learner_steps import pair_config
 
+from megatron_hacpo.bridge.tokenizer import AgentTokenizer, Messages
 from megatron_hacpo.inputs import Prompts, load_tokenizers
 
 
@@ -26,6 +28,35 @@ def test_a_prompt_that_an_agent_cannot_read_is_named(content: str, message: str,
     config = pair_config("data.task=null", f"data.path={file}", "evaluation.prompts=0")
     with pytest.raises(ValueError, match=message):
         Prompts(config, load_tokenizers(config)).source()
+
+
+def test_a_chat_template_that_fails_is_named_with_agent_and_prompt(tmp_path: Path) -> None:
+    file = rows(tmp_path / "prompts.jsonl", *(f"C1{i}C1{i}=" for i in range(8)), "C11" * 50)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content if messages[0].content | length < 99 else missing.text }}")
+    config = pair_config("data.task=null", f"data.path={file}", f"agents.B.chat_template={template}")
+    told = r"agent B: tokenizer .*/B: .* on the prompt 'C11(C11)*\.\.\.' \(UndefinedError: 'missing' is un"
+    with pytest.raises(ValueError, match=told) as caught:
+        Prompts(config, load_tokenizers(config)).source()
+    assert "C11" * 30 not in str(caught.value)
+
+
+def test_prompts_are_rendered_together_and_once_for_equal_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = rows(tmp_path / "prompts.jsonl", *(f"C1{i}C1{i}=" for i in range(1200)))
+    rendered: list[int] = []
+    render = AgentTokenizer.render_prompts
+
+    def count(self: AgentTokenizer, prompts: Sequence[Messages]) -> list[list[int]]:
+        rendered.append(len(prompts))
+        return render(self, prompts)
+
+    monkeypatch.setattr(AgentTokenizer, "render_prompts", count)
+    config = pair_config("data.task=null", f"data.path={file}")
+    same = config.with_models("A", [config.agents["A"].model] * 2)[0]
+    assert Prompts(same, load_tokenizers(same)).source().epochs(1) == 8 / 1200
+    assert rendered == [1000, 200, 1000, 200]  # A's two models have one tokenizer, B another
 
 
 def test_the_tasks_prompts_are_read_by_every_agent() -> None:

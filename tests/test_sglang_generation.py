@@ -1,13 +1,14 @@
 """How the leader is told of responses that servers complete, without real servers."""
 
 import asyncio
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from megatron_hacpo.rollout.base import Response, Sampling
+from megatron_hacpo.rollout.base import BrokenWeights, Response, Sampling
 from megatron_hacpo.rollout.sglang.client import ServerClient, ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.loop import LoopThread
 from megatron_hacpo.rollout.sglang.members import Member, Members
@@ -28,6 +29,7 @@ class Client:
         self.behave = behave
         self.answers = 0
         self.alive = True
+        self.log_prob: float | None = -0.5
 
     async def generate(self, rid: str, input_ids: list[int], request: dict[str, Any]) -> dict[str, Any]:
         _, index, attempt = rid.split("-")
@@ -38,7 +40,7 @@ class Client:
             "output_ids": ids,
             "meta_info": {
                 "finish_reason": {"type": reason},
-                "output_token_logprobs": [[-0.5, token, None] for token in ids],
+                "output_token_logprobs": [[self.log_prob, token, None] for token in ids],
                 "weight_versions": [{"version": "0"}],
                 "weight_version": "0",
             },
@@ -212,6 +214,17 @@ def test_a_server_that_hangs_is_replaced(loop: LoopThread) -> None:
 async def all_answers(client: Client) -> None:
     while client.answers < COUNT:
         await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("log_prob", [None, math.nan])
+def test_weights_that_give_no_log_probs_are_told_with_the_response(
+    loop: LoopThread, log_prob: float | None
+) -> None:
+    client = Client(at_once)
+    client.log_prob = log_prob
+    with pytest.raises(BrokenWeights, match=r"server 0 .*, request .*: log-prob \w+ of token 0;") as caught:
+        open_fake(loop, Member(0, client, 1)).generate(PROMPTS, SAMPLING)
+    assert f"-{caught.value.index:08d}-" in str(caught.value)
 
 
 def test_requests_end_when_the_report_fails(loop: LoopThread) -> None:

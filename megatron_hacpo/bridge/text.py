@@ -150,6 +150,23 @@ def _decoder_types(description: str) -> set[str]:
     return {decoder["type"], *(part["type"] for part in decoder.get("decoders", []))} if decoder else set()
 
 
+def spells_everything(description: str) -> bool:
+    """Whether a tokenizer is sure to have tokens for any text: byte-level BPE with all bytes, before which
+    nothing is taken away. False where that is not plain to see."""
+    parts = msgspec.json.decode(description)
+    before = parts["pre_tokenizer"] or {"type": None}
+    steps = before.get("pretokenizers", [before])
+    return (
+        parts["model"]["type"] == "BPE"
+        and _BYTE_OF.keys() <= parts["model"]["vocab"].keys()
+        and (parts["decoder"] or {"type": None})["type"] == "ByteLevel"
+        and (parts["normalizer"] or {"type": "NFC"})["type"] in ("NFC", "NFKC")
+        and "ByteLevel" in {step["type"] for step in steps}
+        and all(step["type"] in ("ByteLevel", "Split", "Digits") for step in steps)
+        and all(step.get("behavior") != "Removed" for step in steps)
+    )
+
+
 def _byte_level_alphabet() -> dict[str, int]:
     """Character -> byte of byte-level BPE (GPT-2): printable bytes as themselves, others from U+0100."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

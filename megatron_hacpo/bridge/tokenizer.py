@@ -12,9 +12,12 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from megatron_hacpo.bridge.text import ResponseCodec
+from megatron_hacpo.bridge.text import ResponseCodec, spells_everything
 
 PLACEHOLDER = "{prompt}"
+
+Messages = Sequence[dict[str, str]]
+"""Of one prompt."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,6 +39,7 @@ class AgentTokenizer:
     plain_template: str | None
     bos_id: int | None
     adds_bos: bool
+    _spells_everything: bool
     _hf: Any
     _prompts: Tokenizer
     _responses: ResponseCodec
@@ -83,6 +87,7 @@ class AgentTokenizer:
             plain_template=plain_template,
             bos_id=bos_id,
             adds_bos=bos_id is not None and prompts.encode("a").ids[:1] == [bos_id],
+            _spells_everything=spells_everything(description),
             _hf=hf,
             _prompts=prompts,
             _responses=ResponseCodec(
@@ -97,51 +102,74 @@ class AgentTokenizer:
         meaning = [self.fingerprint, template, self.stop_ids, self.adds_bos]
         return hashlib.sha256(msgspec.json.encode(meaning)).hexdigest()
 
-    def render_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Token ids of a prompt, up to where the response starts.
+    def render_prompt(self, messages: Messages) -> list[int]:
+        """Token ids of a prompt, up to where the response starts; see `render_prompts`."""
+        return self.render_prompts([messages])[0]
+
+    def render_prompts(self, prompts: Sequence[Messages]) -> list[list[int]]:
+        """Token ids of each prompt, up to where the response starts.
 
         A plain template takes the contents of all messages, joined by an empty line. Exactly one BOS token
         where the tokenizer adds one or the template writes one, none otherwise.
         Raises ValueError if there is no template or the chat template refuses the messages.
         """
         if self.plain_template is not None:
-            contents = "\n\n".join(message["content"] for message in messages)
-            text = self.plain_template.replace(PLACEHOLDER, contents)
+            contents = ("\n\n".join(message["content"] for message in messages) for messages in prompts)
+            texts = [self.plain_template.replace(PLACEHOLDER, content) for content in contents]
         elif self.chat_template is not None or self._hf.chat_template is not None:
-            text = self._render_chat(messages)
+            texts = self._render_chats(prompts)
         else:
             raise ValueError(
                 f"tokenizer {self.path}: no chat template: set plain_template, for example {PLACEHOLDER!r}"
             )
-        ids = self._prompts.encode(text, add_special_tokens=False).ids
+        return [self._with_one_bos(ids) for ids in self._encoded(texts)]
+
+    def lost_characters(self, prompts: Sequence[Messages]) -> list[str]:
+        """Characters of each prompt's contents that this vocabulary has no token for, sorted."""
+        if self._spells_everything:
+            return [""] * len(prompts)
+        contents = ["".join(message["content"] for message in messages) for messages in prompts]
+        decoded = self._prompts.decode_batch(self._encoded(contents), skip_special_tokens=False)
+        return [_absent(text, back) for text, back in zip(contents, decoded, strict=True)]
+
+    def _encoded(self, texts: list[str]) -> list[list[int]]:
+        """All at once: the backend has a thread for each core."""
+        return [found.ids for found in self._prompts.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def _with_one_bos(self, ids: list[int]) -> list[int]:
         if self.bos_id is None:
             return ids
         while ids[:2] == [self.bos_id, self.bos_id]:
             ids = ids[1:]
         return [self.bos_id, *ids] if self.adds_bos and ids[:1] != [self.bos_id] else ids
 
-    def lost_characters(self, messages: Sequence[dict[str, str]]) -> str:
-        """Characters of the messages' contents that this vocabulary has no token for, sorted."""
-        contents = "".join(message["content"] for message in messages)
-        ids = self._prompts.encode(contents, add_special_tokens=False).ids
-        decoded = self._prompts.decode(ids, skip_special_tokens=False)
-        lost = set(unicodedata.normalize("NFKC", contents)) - set(unicodedata.normalize("NFKC", decoded))
-        return "".join(sorted(character for character in lost if not character.isspace()))
-
-    def _render_chat(self, messages: Sequence[dict[str, str]]) -> str:
+    def _render_chats(self, prompts: Sequence[Messages]) -> list[str]:
         try:
-            return self._hf.apply_chat_template(
-                list(messages),
-                chat_template=self.chat_template,
-                add_generation_prompt=True,
-                tokenize=False,
-                enable_thinking=False,  # as the paper runs Qwen3; other templates ignore it
-            )
-        except Exception as error:  # a template is a program: it may raise anything
+            return self._apply_chat_template(prompts) if prompts else []
+        except Exception:  # a template is a program: it may raise anything, and does not say for which prompt
+            for messages in prompts:
+                self._refuse_what_fails(messages)
+            raise
+
+    def _refuse_what_fails(self, messages: Messages) -> None:
+        """ValueError if the chat template does not take the messages."""
+        try:
+            self._apply_chat_template([messages])
+        except Exception as error:
+            said = _short(" ".join(f"{type(error).__name__}: {error}".split()), 200)
             raise ValueError(
-                f"tokenizer {self.path}: the chat template fails on {list(messages)!r} ({error}): "
-                "change the messages or set chat_template"
+                f"tokenizer {self.path}: the chat template fails on the prompt "
+                f"{_short(messages[-1]['content'], 60)!r} ({said}): change the messages or set chat_template"
             ) from error
+
+    def _apply_chat_template(self, prompts: Sequence[Messages]) -> list[str]:
+        return self._hf.apply_chat_template(
+            [list(messages) for messages in prompts],
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=False,
+            enable_thinking=False,  # as the paper runs Qwen3; other templates ignore it
+        )
 
     def decode_response(self, ids: Sequence[int] | np.ndarray) -> tuple[str, bool]:
         """(text, valid) of sampled ids [L]: special tokens as text, without the final stop token.
@@ -158,6 +186,18 @@ class AgentTokenizer:
         spell the text.
         """
         return self._responses.encode(text)
+
+
+def _absent(text: str, decoded: str) -> str:
+    """The characters of a text that did not come back, sorted."""
+    if text == decoded:
+        return ""
+    lost = set(unicodedata.normalize("NFKC", text)) - set(unicodedata.normalize("NFKC", decoded))
+    return "".join(sorted(character for character in lost if not character.isspace()))
+
+
+def _short(text: str, length: int) -> str:
+    return text if len(text) <= length else text[:length] + "..."
 
 
 def _load_folder(folder: Path, *, trust_remote_code: bool) -> Any:

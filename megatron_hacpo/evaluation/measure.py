@@ -25,7 +25,7 @@ def measure(
 
     rollout: the agent's. verifiers: on the leader. None where `generate` hands nothing back.
     """
-    ids = [tokenizer.render_prompt(prompt.messages) for prompt in benchmark.prompts]
+    ids = tokenizer.render_prompts([prompt.messages for prompt in benchmark.prompts])
     n = benchmark.settings.samples
     verifier = None if verifiers is None else verifiers.of(benchmark.settings.verifier)
     texts: dict[int, str] = {}

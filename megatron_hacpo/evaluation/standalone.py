@@ -24,7 +24,7 @@ from megatron_hacpo.hf.read import is_checkpoint
 from megatron_hacpo.inputs import Prompts, Verifiers, load_tokenizers
 from megatron_hacpo.megatron.runtime import alone
 from megatron_hacpo.report.files import plain
-from megatron_hacpo.rollout.base import Generate
+from megatron_hacpo.rollout.base import BrokenWeights, Generate
 from megatron_hacpo.rollout.local import LocalEngine
 
 METRICS = "metrics.json"
@@ -71,13 +71,20 @@ def _measured(
     column = []
     with _engine(config, name, tokenizer) as generate:
         for benchmark in benchmarks:
-            measured = measure(
-                generate,
-                benchmark,
-                rollout=config.agents[name].rollout,
-                tokenizer=tokenizer,
-                verifiers=verifiers,
-            )
+            try:
+                measured = measure(
+                    generate,
+                    benchmark,
+                    rollout=config.agents[name].rollout,
+                    tokenizer=tokenizer,
+                    verifiers=verifiers,
+                )
+            except BrokenWeights as error:
+                prompt = benchmark.prompts[error.index // benchmark.settings.samples].id
+                wrong = f"{benchmark.name}, prompt {prompt}: {error}; give a folder with finite weights"
+                raise ConfigError(
+                    [line(("agents", name, "model"), config.agents[name].model, wrong)]
+                ) from error
             assert measured is not None
             if complaint := measured.scored.complaint():
                 print(f"warning: {name}, {benchmark.name}: {complaint}", file=sys.stderr)

@@ -87,6 +87,14 @@ class Engine(Protocol):
         ...
 
 
+class BrokenWeights(RuntimeError):  # noqa: N818 - reads as what happened
+    """Log-probs of a response are not finite. index: its place in the prompt-major order."""
+
+    def __init__(self, text: str, index: int = 0) -> None:
+        super().__init__(text)
+        self.index = index
+
+
 class RolloutLost(RuntimeError):  # noqa: N818 - reads as what happened
     """Nothing is left that could generate."""
 

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from megatron_hacpo.hf.read import is_checkpoint
-from megatron_hacpo.rollout.base import FinishReason, OnResponse, Response, Sampling, ignore
+from megatron_hacpo.rollout.base import BrokenWeights, FinishReason, OnResponse, Response, Sampling, ignore
 from megatron_hacpo.rollout.sampler import sample
 
 # Finished rows leave the batch when at least this share of it has finished: leaving copies the cache once.
@@ -70,7 +70,7 @@ class LocalEngine:
 
         on_response: called by this thread once for each response, as soon as it is complete, so in any order.
         Raises ValueError for a prompt that is empty, holds an id outside the vocabulary or leaves no room for
-        `max_tokens`; RuntimeError when the weights are incomplete (a failed `update_weights`) or not finite.
+        `max_tokens`; RuntimeError when the weights are incomplete (a failed `update_weights`); BrokenWeights.
         """
         if self._incomplete:
             raise RuntimeError(
@@ -85,6 +85,7 @@ class LocalEngine:
                 batch = self._generate_batch(prompts[start : start + per_batch], sampling, generator)
                 for row, response in batch:
                     index = start * sampling.responses_per_prompt + row
+                    self._check_finite(response, index)
                     responses[index] = response
                     on_response(index, response)
         return [responses[index] for index in range(len(responses))]
@@ -136,6 +137,11 @@ class LocalEngine:
                 )
             if min(prompt) < 0 or max(prompt) >= self._vocab_size:
                 raise ValueError(f"prompt {index}: a token id outside the vocabulary of {self._vocab_size}")
+
+    def _check_finite(self, response: Response, index: int) -> None:
+        if not np.isfinite(response.log_probs).all():
+            text = f"log-probs are not finite: the weights of version {self.weights_version} are broken"
+            raise BrokenWeights(text, index)
 
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, generator: torch.Generator
@@ -197,10 +203,6 @@ class LocalEngine:
         """The responses of these rows, which have all columns of tokens and log-probs."""
         token_rows = tokens[rows].to("cpu", torch.int32).numpy()
         log_prob_rows = log_probs[rows].cpu().numpy()
-        if not np.isfinite(log_prob_rows).all():
-            raise RuntimeError(
-                f"log-probs are not finite: the weights of version {self.weights_version} are broken"
-            )
         for row, token_row, log_prob_row in zip(rows.tolist(), token_rows, log_prob_rows, strict=True):
             yield row, Response(token_row, log_prob_row, reason)
 

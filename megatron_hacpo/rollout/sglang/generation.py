@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hacpo.rollout.base import FinishReason, Response, RolloutLost, Sampling
+from megatron_hacpo.rollout.base import BrokenWeights, FinishReason, Response, RolloutLost, Sampling
 from megatron_hacpo.rollout.sglang.client import ServerError, ServerGone
 from megatron_hacpo.rollout.sglang.members import Member, Members
 
@@ -137,6 +137,8 @@ class Generation:
             self._refusals[index] += 1
             if self._refusals[index] == ATTEMPTS:
                 raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error
+        except BrokenWeights as error:
+            raise BrokenWeights(f"SGLang {member.name}, request {rid}: {error}", index) from error
         except RuntimeError as error:
             raise RuntimeError(f"SGLang {member.name}, request {rid}: {error}") from error
         finally:
@@ -179,7 +181,7 @@ def response_of(
 ) -> Response:
     """The response in an answer of /generate, all of it under the weights `version`.
 
-    Raises BadResponse for one that was aborted, is cut short, or was drawn from other weights; RuntimeError
+    Raises BadResponse for one that was aborted, is cut short, or was drawn from other weights; BrokenWeights
     for log-probs that are null or not finite, which no other server would do better.
     """
     meta, ids = answer["meta_info"], answer["output_ids"]
@@ -191,7 +193,7 @@ def response_of(
         raise BadResponse(f"{len(ids)} tokens came with log-probs of {len(pairs)} tokens or of other ones")
     if any(pair[0] is None or not math.isfinite(pair[0]) for pair in pairs):
         place = next(i for i, pair in enumerate(pairs) if pair[0] is None or not math.isfinite(pair[0]))
-        raise RuntimeError(f"log-prob {pairs[place][0]} of token {place}; the weights are broken")
+        raise BrokenWeights(f"log-prob {pairs[place][0]} of token {place}; the weights are broken")
     if (
         any(span["version"] != version for span in meta["weight_versions"])
         or meta["weight_version"] != version
